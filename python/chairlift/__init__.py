@@ -1,0 +1,1 @@
+"""Chairlift: a language-model serving engine with a gatekeeper."""

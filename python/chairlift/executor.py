@@ -1,0 +1,153 @@
+"""The executor protocol: how the scheduler asks for one iteration to be run.
+
+The scheduler (Rust) writes a :class:`StepPlan`; an executor runs the forward pass and the sampling and
+answers with a :class:`StepResult`. The protocol is two calls, ``launch`` and ``collect``, so that a
+device can have a step in flight while the host goes on; :class:`BlockingExecutor` makes both from one
+``execute``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Int32Array = NDArray[np.int32]
+    Int64Array = NDArray[np.int64]
+    Float32Array = NDArray[np.float32]
+    UInt8Array = NDArray[np.uint8]
+
+STATUS_OK = 0
+"""The row's step succeeded."""
+STATUS_FAILED = 1
+"""The row failed by itself: its request ends with an error, its neighbours go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowResets:
+    """Rows that a new (or resumed) sequence takes over in this step; apply before anything else.
+
+    ``R`` rows. Ragged data is given as ``[begin, end)`` ranges into flat arrays, so that the children
+    of one request share their prompt's range.
+    """
+
+    rows: Int32Array
+    """[R] the row to reset."""
+    floats: Float32Array
+    """[R, 6] temperature (0 = greedy), top_p, min_p, repetition, presence, frequency penalty."""
+    ints: Int64Array
+    """[R, 6] top_k (0 = all), seed, child index, logprobs wanted (-1 = none, 0 = the sampled token
+    only, k = also the k best), number of prompt ids in its id range, min_tokens."""
+    id_ranges: Int32Array
+    """[R, 2] range of ``ids``: prompt ids, then output ids; empty unless the row has penalties."""
+    bias_ranges: Int32Array
+    """[R, 2] range of ``bias_ids`` and ``bias_values``: logit_bias."""
+    suppressed_ranges: Int32Array
+    """[R, 2] range of ``suppressed_ids``: not to be sampled before ``min_tokens`` outputs."""
+    ids: Int32Array
+    bias_ids: Int32Array
+    bias_values: Float32Array
+    suppressed_ids: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One iteration, decided: flat arrays, decodes first, then prefill chunks.
+
+    ``N`` scheduled sequences, ``T`` tokens, ``S`` samples, ``C`` block copies. The arrays are views of
+    memory that the scheduler owns: valid from ``launch`` until ``collect`` returns, read-only.
+    """
+
+    step: int
+    """Number of the step, from 1."""
+    num_decodes: int
+    """The first ``num_decodes`` sequences have one query token each."""
+    num_prefills: int
+    """The rest are prefill chunks; ``N = num_decodes + num_prefills``."""
+    rows: Int32Array
+    """[N] stable row of each sequence, ``0 <= row < max_num_seqs``."""
+    query_start_loc: Int32Array
+    """[N + 1] where each sequence's tokens begin in the token arrays."""
+    seq_lens: Int32Array
+    """[N] context length of each sequence after this step."""
+    token_ids: Int32Array
+    """[T] input tokens."""
+    token_sources: UInt8Array
+    """[T] 0: the id in ``token_ids``; 1: the row's last sampled token, still on the device."""
+    positions: Int32Array
+    """[T] position of each token in its sequence."""
+    slot_mapping: Int64Array
+    """[T] KV slot each token's K and V go to: ``block * block_size + position % block_size``."""
+    block_table_offsets: Int32Array
+    """[N + 1] where each sequence's block ids begin in ``block_ids``."""
+    block_ids: Int32Array
+    """[B] the block tables, complete, one after the other."""
+    logits_indices: Int32Array
+    """[S] index into the tokens whose hidden state is scored; children of one request may repeat it."""
+    sample_rows: Int32Array
+    """[S] the row that each sample belongs to."""
+    sample_output_indices: Int32Array
+    """[S] how many output tokens the row's sequence has already: counter of its random stream."""
+    block_copies: Int32Array
+    """[C, 2] (source, destination) blocks to copy before the forward pass."""
+    resets: RowResets
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLogprobs:
+    """Log-probabilities of the samples that asked for them, ragged over the ``S`` samples."""
+
+    offsets: Int32Array
+    """[S + 1] range of each sample; empty where none were asked, else 1 + k entries: the sampled
+    token first, then the k best in descending order."""
+    token_ids: Int32Array
+    values: Float32Array
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step produced."""
+
+    token_ids: Int32Array
+    """[S] one sampled token for each sample of the plan."""
+    statuses: UInt8Array
+    """[N] :data:`STATUS_OK` or :data:`STATUS_FAILED` for each scheduled sequence."""
+    logprobs: SampleLogprobs | None = None
+
+
+class Executor(Protocol):
+    """Runs steps. Both calls come from one thread, in strict alternation."""
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start the step. The plan's arrays may be read until :meth:`collect` returns."""
+
+    def collect(self) -> StepResult:
+        """Wait for the launched step and return its result.
+
+        An exception here or in :meth:`launch` fails the requests of that step, and only those.
+        """
+
+
+class BlockingExecutor:
+    """Base class for executors that run a step in one blocking call."""
+
+    _result: StepResult | None = None
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run the whole step; to be overridden."""
+        raise NotImplementedError
+
+    def launch(self, plan: StepPlan) -> None:
+        """Run the step and keep its result for :meth:`collect`."""
+        self._result = self.execute(plan)
+
+    def collect(self) -> StepResult:
+        """Return the result of the last :meth:`launch`."""
+        result, self._result = self._result, None
+        if result is None:
+            raise RuntimeError("collect() without launch()")
+        return result

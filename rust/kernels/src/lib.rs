@@ -1,0 +1,1 @@
+//! CPU kernels: paged attention, sampling, norms.
