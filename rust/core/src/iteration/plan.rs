@@ -1,0 +1,154 @@
+//! The step plan: one iteration's decision as flat arrays, written once.
+//!
+//! The builder appends to plain vectors whose capacity is fixed when they are made ([`StepPlan::new`]),
+//! so their memory never moves and the bindings can export it once. Decodes come first, then prefill
+//! chunks: two counts cut every array. The meaning and shape of each array is that of
+//! `chairlift.executor.StepPlan`, which mirrors this struct field by field.
+//!
+//! A plan is complete: block tables are whole in every plan, and a row's parameters travel in
+//! [`RowResets`] in the step in which a sequence takes the row.
+
+use crate::config::Limits;
+use crate::request::{MAX_RAGGED_PER_REQUEST, Request};
+
+/// Where an input token comes from: its id is in the plan.
+pub const SOURCE_ID: u8 = 0;
+/// Where an input token comes from: the row's last sampled token, still on the device.
+pub const SOURCE_LAST_SAMPLED: u8 = 1;
+
+/// One iteration, decided. `N` sequences, `T` tokens, `S` samples, `C` copies.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepPlan {
+    /// Number of the step, from 1; 0 before the first.
+    pub step: u64,
+    /// The first so many sequences have one query token each.
+    pub num_decodes: usize,
+    /// `[N]` row of each sequence.
+    pub rows: Vec<i32>,
+    /// `[N + 1]` where each sequence's tokens begin.
+    pub query_start_loc: Vec<i32>,
+    /// `[N]` context length after this step.
+    pub seq_lens: Vec<i32>,
+    /// `[T]` input tokens.
+    pub token_ids: Vec<i32>,
+    /// `[T]` [`SOURCE_ID`] or [`SOURCE_LAST_SAMPLED`].
+    pub token_sources: Vec<u8>,
+    /// `[T]` position in the sequence.
+    pub positions: Vec<i32>,
+    /// `[T]` KV slot: block * `block_size` + position % `block_size`.
+    pub slot_mapping: Vec<i64>,
+    /// `[N + 1]` where each sequence's blocks begin.
+    pub block_table_offsets: Vec<i32>,
+    /// `[B]` block tables, one after the other.
+    pub block_ids: Vec<i32>,
+    /// `[S]` token whose hidden state is scored.
+    pub logits_indices: Vec<i32>,
+    /// `[S]` row of each sample.
+    pub sample_rows: Vec<i32>,
+    /// `[S]` output tokens the row's sequence has already.
+    pub sample_output_indices: Vec<i32>,
+    /// `[C]` (source, destination) blocks to copy before the forward pass.
+    pub block_copies: Vec<[i32; 2]>,
+    /// Rows that change hands in this step.
+    pub resets: RowResets,
+}
+
+/// Rows that a sequence takes over in this step. `R` rows; ragged data as ranges into flat arrays.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RowResets {
+    /// `[R]` the row.
+    pub rows: Vec<i32>,
+    /// `[R]` temperature, `top_p`, `min_p`, repetition, presence, frequency penalty.
+    pub floats: Vec<[f32; 6]>,
+    /// `[R]` `top_k`, seed, child, logprobs (-1 none), prompt ids in the id range, `min_tokens`.
+    pub ints: Vec<[i64; 6]>,
+    /// `[R]` range of `ids`.
+    pub id_ranges: Vec<[i32; 2]>,
+    /// `[R]` range of `bias_ids` and `bias_values`.
+    pub bias_ranges: Vec<[i32; 2]>,
+    /// `[R]` range of `suppressed_ids`.
+    pub suppressed_ranges: Vec<[i32; 2]>,
+    /// Prompt and output ids of rows with penalties.
+    pub ids: Vec<i32>,
+    /// `logit_bias` tokens.
+    pub bias_ids: Vec<i32>,
+    /// `logit_bias` values.
+    pub bias_values: Vec<f32>,
+    /// Tokens not to be sampled before `min_tokens`.
+    pub suppressed_ids: Vec<i32>,
+}
+
+impl StepPlan {
+    /// An empty plan that holds any step under `limits` without growing.
+    pub fn new(limits: &Limits) -> Self {
+        let seqs = limits.max_num_seqs() as usize;
+        let tokens = limits.max_num_batched_tokens() as usize;
+        let blocks = limits.blocks_for(limits.max_model_len()) as usize * seqs;
+        Self {
+            step: 0,
+            num_decodes: 0,
+            rows: Vec::with_capacity(seqs),
+            query_start_loc: Vec::with_capacity(seqs + 1),
+            seq_lens: Vec::with_capacity(seqs),
+            token_ids: Vec::with_capacity(tokens),
+            token_sources: Vec::with_capacity(tokens),
+            positions: Vec::with_capacity(tokens),
+            slot_mapping: Vec::with_capacity(tokens),
+            block_table_offsets: Vec::with_capacity(seqs + 1),
+            block_ids: Vec::with_capacity(blocks),
+            logits_indices: Vec::with_capacity(seqs),
+            sample_rows: Vec::with_capacity(seqs),
+            sample_output_indices: Vec::with_capacity(seqs),
+            block_copies: Vec::with_capacity(seqs),
+            resets: RowResets {
+                rows: Vec::with_capacity(seqs),
+                floats: Vec::with_capacity(seqs),
+                ints: Vec::with_capacity(seqs),
+                id_ranges: Vec::with_capacity(seqs),
+                bias_ranges: Vec::with_capacity(seqs),
+                suppressed_ranges: Vec::with_capacity(seqs),
+                ids: Vec::with_capacity(limits.max_model_len() as usize + tokens),
+                bias_ids: Vec::with_capacity(4 * MAX_RAGGED_PER_REQUEST),
+                bias_values: Vec::with_capacity(4 * MAX_RAGGED_PER_REQUEST),
+                suppressed_ids: Vec::with_capacity(4 * MAX_RAGGED_PER_REQUEST),
+            },
+        }
+    }
+
+    /// Sequences in the step.
+    pub fn num_seqs(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Tokens in the step.
+    pub fn num_tokens(&self) -> usize {
+        self.token_ids.len()
+    }
+
+    /// Samples the step returns.
+    pub fn num_samples(&self) -> usize {
+        self.sample_rows.len()
+    }
+
+    /// Empties the plan for step number `step`.
+    pub(crate) fn begin(&mut self, step: u64) {
+        self.step = step;
+        self.num_decodes = 0;
+        self.rows.clear();
+        self.query_start_loc.clear();
+        self.query_start_loc.push(0);
+        self.seq_lens.clear();
+        self.token_ids.clear();
+        self.token_sources.clear();
+        self.positions.clear();
+        self.slot_mapping.clear();
+        self.block_table_offsets.clear();
+        self.block_table_offsets.push(0);
+        self.block_ids.clear();
+        self.logits_indices.clear();
+        self.sample_rows.clear();
+        self.sample_output_indices.clear();
+        self.block_copies.clear();
+        self.resets.clear();
+    }
+}
