@@ -1,1 +1,3 @@
 //! The Chairlift scheduler.
+
+pub mod text;
