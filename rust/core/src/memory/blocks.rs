@@ -248,6 +248,7 @@ impl BlockTable {
     }
 
     /// A second table on the same blocks.
+    #[must_use]
     pub fn fork(&self) -> BlockTable {
         let mut pool = self.pool.0.borrow_mut();
         for &block in &self.blocks {
@@ -336,7 +337,14 @@ mod tests {
         assert_eq!(pool.available(), 1, "a failed growth changes nothing");
         assert_eq!(table.blocks().len(), 3);
         drop(table);
-        assert_eq!(pool.usage(), PoolUsage { free: 4, used: 0, cached: 0 });
+        assert_eq!(
+            pool.usage(),
+            PoolUsage {
+                free: 4,
+                used: 0,
+                cached: 0
+            }
+        );
     }
 
     #[test]
@@ -350,7 +358,10 @@ mod tests {
         }
         let blocks = table.blocks().to_vec();
         drop(table);
-        let whole = PrefixMatch { num_blocks: 3, num_parked: 3 };
+        let whole = PrefixMatch {
+            num_blocks: 3,
+            num_parked: 3,
+        };
         assert_eq!(pool.find_prefix(&hashes), whole);
         let mut other = pool.table();
         other.grow(1).unwrap();
@@ -359,7 +370,14 @@ mod tests {
         assert_eq!(pool.find_prefix(&hashes).num_blocks, 2);
         again.adopt(&hashes[..2]);
         assert_eq!(again.blocks(), &blocks[..2]);
-        assert_eq!(pool.usage(), PoolUsage { free: 0, used: 3, cached: 0 });
+        assert_eq!(
+            pool.usage(),
+            PoolUsage {
+                free: 0,
+                used: 3,
+                cached: 0
+            }
+        );
         pool.audit([&other, &again].into_iter()).unwrap();
     }
 
@@ -373,7 +391,11 @@ mod tests {
         let source = child.blocks()[1];
         let copy = child.own_last().unwrap().expect("it was shared");
         assert_eq!(copy, (source, child.blocks()[1]));
-        assert_eq!(parent.own_last(), Ok(None), "the last holder writes in place");
+        assert_eq!(
+            parent.own_last(),
+            Ok(None),
+            "the last holder writes in place"
+        );
         pool.audit([&parent, &child].into_iter()).unwrap();
         drop(parent);
         assert_eq!(pool.usage().used, 2);
@@ -389,8 +411,22 @@ mod tests {
         one.publish(0, hashes[0]);
         two.publish(0, hashes[0]);
         drop(two);
-        assert_eq!(pool.usage(), PoolUsage { free: 3, used: 1, cached: 0 });
+        assert_eq!(
+            pool.usage(),
+            PoolUsage {
+                free: 3,
+                used: 1,
+                cached: 0
+            }
+        );
         drop(one);
-        assert_eq!(pool.usage(), PoolUsage { free: 3, used: 0, cached: 1 });
+        assert_eq!(
+            pool.usage(),
+            PoolUsage {
+                free: 3,
+                used: 0,
+                cached: 1
+            }
+        );
     }
 }
