@@ -5,7 +5,10 @@
 //! holds at least one sequence of `max_model_len`, and a token budget that gives every running decode
 //! its token.
 
+use std::sync::Arc;
+
 use crate::error::ConfigError;
+use crate::text::TokenTable;
 
 /// What a person may choose. Every count is in the unit of its name.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -184,4 +187,13 @@ impl Limits {
     pub fn blocks_for(&self, tokens: u32) -> u32 {
         tokens.div_ceil(self.settings.block_size)
     }
+}
+
+/// What the engine knows of the model's tokens.
+#[derive(Clone, Debug)]
+pub struct Vocabulary {
+    /// Bytes of each token.
+    pub tokens: Arc<TokenTable>,
+    /// Tokens that end a sequence unless a request ignores them.
+    pub eos_token_ids: Vec<u32>,
 }

@@ -100,7 +100,13 @@ pub enum SubmitError {
         /// The bound.
         max_queued_requests: u32,
     },
-    /// The id is in use by a live request, or its place was never reserved.
+    /// The id is in use by a live request.
+    #[error("{request} is live already; ids must be unique")]
+    DuplicateRequest {
+        /// The id.
+        request: RequestId,
+    },
+    /// The request's place was never reserved, or it was given back.
     #[error("{request} has no open reservation; reserve a place once, then submit once")]
     NoReservation {
         /// The id.
@@ -117,6 +123,7 @@ impl SubmitError {
             Self::PromptTooLong { .. } => "context_length_exceeded",
             Self::InvalidParameter { .. } => "invalid_parameter",
             Self::QueueFull { .. } => "queue_full",
+            Self::DuplicateRequest { .. } => "duplicate_request",
             Self::NoReservation { .. } => "no_reservation",
         }
     }

@@ -1,6 +1,35 @@
-//! The Chairlift scheduler.
+//! The Chairlift scheduler: one small state machine that owns the queue, the KV memory and the
+//! iterations together.
+//!
+//! It is pure: it knows no Python, clock, random source, thread or I/O. Time and sampled tokens are
+//! arguments, so the very same code runs in production, in tests and in benches.
+//!
+//! The way of a request:
+//! 1. [`Engine::reserve`] takes a place at the door ([`waiting::gate`]) before anything costly is done.
+//! 2. [`Engine::submit`] checks the request ([`request`]); it waits in [`waiting::queue`].
+//! 3. [`Engine::schedule`] decides one iteration: running decodes, then prefill chunks, then
+//!    newcomers, within the token budget and the memory. A sequence that needs memory when there is
+//!    none preempts the newest.
+//! 4. The decision is written once as flat arrays: [`iteration::plan`].
+//! 5. An executor, outside, runs the step.
+//! 6. [`Engine::commit`] applies its results: counters, full blocks made findable, text and stop
+//!    strings ([`text`]). Who is finished leaves at once; its memory serves the next iteration.
+//! 7. [`Engine::outputs`] holds what the clients want to know, one batch an iteration ([`output`]).
+//!
+//! Modules use only what stands below them: engine, iteration, waiting, memory, and the ground floor
+//! (config, error, request, output, text, metrics).
 #![forbid(unsafe_code)]
+
 pub mod config;
+pub mod engine;
 pub mod error;
+pub mod iteration;
+pub mod memory;
+pub mod metrics;
 pub mod output;
 pub mod request;
+pub mod text;
+pub mod waiting;
+
+pub use config::Vocabulary;
+pub use engine::Engine;

@@ -4,7 +4,8 @@
 //! [`NewRequest::validate`]. A request owns `n` sequences (children) that share its prompt; each ends
 //! with one [`Finish`], and the request ends with its last child.
 
-use std::fmt;
+use std::fmt::{self, Display};
+use std::sync::Arc;
 
 use crate::config::Limits;
 use crate::error::SubmitError;
@@ -25,11 +26,15 @@ impl Time {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub u64);
 
-impl fmt::Display for RequestId {
+impl Display for RequestId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "request {}", self.0)
     }
 }
+
+/// Names a sequence while it lives; reused afterwards.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SequenceKey(pub(crate) usize);
 
 /// How the next token is drawn from the logits. Semantics are vLLM's.
 #[derive(Clone, Debug, PartialEq)]
@@ -93,12 +98,13 @@ pub struct StopParams {
     pub max_tokens: Option<u32>,
     /// Output tokens before which neither end-of-sequence, stop tokens nor stop strings end it.
     pub min_tokens: u32,
-    /// Strings that end the sequence, compiled.
-    pub stop: Option<StopStrings>,
+    /// Strings that end the sequence, compiled; children share them.
+    pub stop: Option<Arc<StopStrings>>,
     /// Tokens that end the sequence.
     pub stop_token_ids: Vec<u32>,
-    /// Whether the stop string stays in the text.
-    pub include_stop_str_in_output: bool,
+    /// Whether the token that ended the sequence stays in the text (for a stop string,
+    /// [`crate::text::StopText`] says it).
+    pub include_stop_token_in_text: bool,
     /// Whether the model's end-of-sequence tokens are ordinary ones.
     pub ignore_eos: bool,
     /// Whether special tokens have no text.
@@ -217,7 +223,11 @@ impl NewRequest {
             return Err(invalid("max_tokens", 0, "at least 1"));
         }
         if self.stop.min_tokens > self.stop.max_tokens.unwrap_or(u32::MAX) {
-            return Err(invalid("min_tokens", self.stop.min_tokens, "at most max_tokens"));
+            return Err(invalid(
+                "min_tokens",
+                self.stop.min_tokens,
+                "at most max_tokens",
+            ));
         }
         let mut suppressed = Vec::new();
         if self.stop.min_tokens > 0 {
@@ -296,7 +306,11 @@ fn check_sampling(sampling: &SamplingParams, limits: &Limits) -> Result<(), Subm
     }
     if !(sampling.repetition_penalty > 0.0 && sampling.repetition_penalty <= 2.0) {
         let value = sampling.repetition_penalty;
-        return Err(invalid("repetition_penalty", value, "above 0 and at most 2"));
+        return Err(invalid(
+            "repetition_penalty",
+            value,
+            "above 0 and at most 2",
+        ));
     }
     if !(1..=limits.max_num_seqs()).contains(&sampling.n) {
         let allowed = format!("from 1 to max_num_seqs ({})", limits.max_num_seqs());
@@ -319,11 +333,7 @@ fn check_sampling(sampling: &SamplingParams, limits: &Limits) -> Result<(), Subm
     Ok(())
 }
 
-fn invalid(
-    field: &'static str,
-    value: impl ToString,
-    allowed: impl Into<String>,
-) -> SubmitError {
+fn invalid(field: &'static str, value: impl Display, allowed: impl Into<String>) -> SubmitError {
     SubmitError::InvalidParameter {
         field,
         value: value.to_string(),

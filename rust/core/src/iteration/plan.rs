@@ -9,7 +9,7 @@
 //! [`RowResets`] in the step in which a sequence takes the row.
 
 use crate::config::Limits;
-use crate::request::{MAX_RAGGED_PER_REQUEST, Request};
+use crate::request::MAX_RAGGED_PER_REQUEST;
 
 /// Where an input token comes from: its id is in the plan.
 pub const SOURCE_ID: u8 = 0;
@@ -150,5 +150,20 @@ impl StepPlan {
         self.sample_output_indices.clear();
         self.block_copies.clear();
         self.resets.clear();
+    }
+}
+
+impl RowResets {
+    fn clear(&mut self) {
+        self.rows.clear();
+        self.floats.clear();
+        self.ints.clear();
+        self.id_ranges.clear();
+        self.bias_ranges.clear();
+        self.suppressed_ranges.clear();
+        self.ids.clear();
+        self.bias_ids.clear();
+        self.bias_values.clear();
+        self.suppressed_ids.clear();
     }
 }

@@ -1,0 +1,242 @@
+//! The facade: everything that can be done to the scheduler, in the order of a request's way.
+//!
+//! One thread owns an [`Engine`]; its holds are not sendable, so it is made on that thread. No call
+//! blocks, reads a clock or fails half-way.
+
+use crate::config::{Limits, Settings, Vocabulary};
+use crate::error::{CommitError, ConfigError, SubmitError};
+use crate::iteration::commit::{Commit, StepResults, remove_ended};
+use crate::iteration::lane::Lane;
+use crate::iteration::ledger::Ledger;
+use crate::iteration::plan::StepPlan;
+use crate::iteration::scheduler::Scheduler;
+use crate::metrics::Metrics;
+use crate::output::OutputBatch;
+use crate::request::{Finish, NewRequest, RequestId, Time};
+
+/// The scheduler: queue, KV memory and iterations of one model.
+pub struct Engine {
+    limits: Limits,
+    vocabulary: Vocabulary,
+    ledger: Ledger,
+    lane: Lane,
+}
+
+impl Engine {
+    /// An idle engine.
+    pub fn new(settings: &Settings, vocabulary: Vocabulary) -> Result<Self, ConfigError> {
+        let limits = settings.validate()?;
+        Ok(Self {
+            ledger: Ledger::new(&limits),
+            lane: Lane::new(&limits),
+            limits,
+            vocabulary,
+        })
+    }
+
+    /// The checked settings.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// Takes a place at the door, before the prompt is tokenised.
+    ///
+    /// It is given back when the request is first scheduled, refused, aborted or released.
+    pub fn reserve(&mut self, id: RequestId) -> Result<(), SubmitError> {
+        let reserved = self.ledger.reserve(id);
+        self.ledger.counters.refused += u64::from(reserved.is_err());
+        reserved
+    }
+
+    /// Gives a reserved place back; nothing happens if there is none.
+    pub fn release(&mut self, id: RequestId) {
+        self.ledger.reserved.remove(&id);
+    }
+
+    /// Lets a request wait whose place was reserved. A refusal gives the place back.
+    pub fn submit(&mut self, now: Time, request: NewRequest) -> Result<(), SubmitError> {
+        let submitted = self.try_submit(now, request);
+        self.ledger.counters.refused += u64::from(submitted.is_err());
+        submitted
+    }
+
+    fn try_submit(&mut self, now: Time, request: NewRequest) -> Result<(), SubmitError> {
+        let id = request.id;
+        let Some(place) = self.ledger.reserved.remove(&id) else {
+            return Err(SubmitError::NoReservation { request: id });
+        };
+        let eos = &self.vocabulary.eos_token_ids;
+        let (request, prompt) = request.validate(&self.limits, eos, now)?;
+        let pool = &self.lane.pool;
+        self.ledger
+            .admit_to_queue(request, prompt, place, pool, &self.limits);
+        Ok(())
+    }
+
+    /// Ends a request wherever it is; false if it is not live (any more).
+    ///
+    /// Its clients are told at once. Memory is free at once, or when the step in flight is committed.
+    pub fn abort(&mut self, now: Time, id: RequestId) -> bool {
+        if self.ledger.reserved.remove(&id).is_some() {
+            return true;
+        }
+        let Some(&key) = self.ledger.live.get(&id) else {
+            return false;
+        };
+        self.ledger
+            .end_request(&mut self.lane, key, Finish::Abort, now);
+        true
+    }
+
+    /// Decides the next iteration into `plan`, which was made for these limits.
+    ///
+    /// False if there is nothing to run, or while a step is in flight.
+    pub fn schedule(&mut self, now: Time, plan: &mut StepPlan) -> bool {
+        if self.lane.in_flight {
+            return false;
+        }
+        Scheduler {
+            limits: &self.limits,
+            ledger: &mut self.ledger,
+            lane: &mut self.lane,
+            plan,
+            now,
+            budget: self.limits.max_num_batched_tokens(),
+        }
+        .run()
+    }
+
+    /// Applies the results of step number `step`. An error changes nothing: the step is still in
+    /// flight, and [`Self::fail_step`] ends it.
+    pub fn commit(
+        &mut self,
+        now: Time,
+        step: u64,
+        results: &StepResults,
+    ) -> Result<(), CommitError> {
+        if !self.is_in_flight(step) {
+            return Err(CommitError::UnknownStep { step });
+        }
+        Commit {
+            limits: &self.limits,
+            vocabulary: &self.vocabulary,
+            ledger: &mut self.ledger,
+            lane: &mut self.lane,
+            results,
+            now,
+        }
+        .run()
+    }
+
+    /// The executor failed step number `step`: its requests end, all others go on.
+    pub fn fail_step(&mut self, now: Time, step: u64) {
+        if !self.is_in_flight(step) {
+            return;
+        }
+        for position in 0..self.lane.step.num_sequences() {
+            let key = self.lane.step.sequence(position);
+            let request = self.ledger.sequences[key.0].request;
+            self.ledger
+                .end_request(&mut self.lane, request, Finish::StepFailed, now);
+        }
+        self.land();
+    }
+
+    /// The executor is gone: every request ends.
+    pub fn fail_all(&mut self, now: Time) {
+        self.ledger.reserved.clear();
+        while let Some((_, &key)) = self.ledger.live.first_key_value() {
+            self.ledger
+                .end_request(&mut self.lane, key, Finish::EngineDead, now);
+        }
+        self.land();
+    }
+
+    fn is_in_flight(&self, step: u64) -> bool {
+        self.lane.in_flight && self.lane.step.number == step
+    }
+
+    /// No step is in flight any more.
+    fn land(&mut self) {
+        self.lane.in_flight = false;
+        self.lane.step.clear();
+        remove_ended(&mut self.ledger, &mut self.lane);
+    }
+
+    /// What happened since it was last taken; the caller takes it by swapping in an empty batch.
+    pub fn outputs(&mut self) -> &mut OutputBatch {
+        &mut self.ledger.outputs
+    }
+
+    /// When [`Self::schedule`] wants to be called though nothing else happens.
+    pub fn next_wake(&self) -> Option<Time> {
+        None
+    }
+
+    /// Counters and gauges.
+    pub fn metrics(&self) -> Metrics {
+        let pool = self.lane.pool.usage();
+        Metrics {
+            live: self.ledger.live.len() as u64,
+            queued: u64::from(self.ledger.gate.queued()),
+            waiting_sequences: self.ledger.queue.len() as u64,
+            running_sequences: self.lane.running.len() as u64,
+            free_blocks: u64::from(pool.free),
+            used_blocks: u64::from(pool.used),
+            cached_blocks: u64::from(pool.cached),
+            ..self.ledger.counters
+        }
+    }
+
+    /// Checks every book against every other; says the first that disagrees. For tests: it is slow.
+    pub fn audit(&self) -> Result<(), String> {
+        let tables = self
+            .ledger
+            .sequences
+            .iter()
+            .map(|(_, sequence)| &sequence.table);
+        let copies = std::iter::once(&self.lane.step.copy_sources);
+        self.lane.pool.audit(tables.chain(copies))?;
+        let running = self.lane.running.len();
+        let waiting = self.ledger.queue.len();
+        let sequences = self.ledger.sequences.len();
+        if running + waiting != sequences {
+            return Err(format!(
+                "{running} run, {waiting} wait, but {sequences} exist"
+            ));
+        }
+        let rows: u32 = self
+            .ledger
+            .sequences
+            .iter()
+            .map(|(_, sequence)| {
+                u32::from(sequence.row.is_some()) + sequence.sibling_rows.len() as u32
+            })
+            .sum();
+        let free = self.lane.rows.num_free();
+        if rows + free != self.limits.max_num_seqs() {
+            return Err(format!("{rows} rows are held and {free} free"));
+        }
+        let waiting_first_time = self
+            .ledger
+            .requests
+            .iter()
+            .filter(|(_, entry)| entry.place.is_some());
+        let places = waiting_first_time.count() + self.ledger.reserved.len();
+        if places != self.ledger.gate.queued() as usize {
+            return Err(format!(
+                "{places} places are held, the gate says {}",
+                self.ledger.gate.queued()
+            ));
+        }
+        let arrivals = self
+            .lane
+            .running
+            .iter()
+            .map(|key| self.ledger.sequences[key.0].arrival);
+        if !arrivals.is_sorted() {
+            return Err("the running set is not in order of arrival".into());
+        }
+        Ok(())
+    }
+}

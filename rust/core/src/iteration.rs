@@ -1,0 +1,10 @@
+//! Iterations: who runs in the next one, the plan of it, and what its results change.
+
+pub mod commit;
+pub(crate) mod lane;
+pub(crate) mod ledger;
+pub mod plan;
+pub(crate) mod preempt;
+pub(crate) mod rows;
+pub(crate) mod scheduler;
+pub(crate) mod sequence;

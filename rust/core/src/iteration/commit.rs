@@ -1,0 +1,309 @@
+//! Commit: applies the results of a step.
+//!
+//! For each sequence of the step, in the order of its plan: count its tokens as computed, make full
+//! blocks findable, append what was sampled, add to its text, and see whether it ends. Who ended
+//! leaves at once; memory and rows serve the next iteration. Results that do not fit the step are
+//! refused before anything is changed.
+//!
+//! What ends a sequence, where several would: the model's end-of-sequence token, a stop token, a stop
+//! string, the length. The token that ends it is part of its ids and is counted; its text is not
+//! shown unless asked for.
+
+use std::ops::Range;
+
+use crate::config::{Limits, Vocabulary};
+use crate::error::CommitError;
+use crate::iteration::lane::Lane;
+use crate::iteration::ledger::Ledger;
+use crate::iteration::sequence::Sequence;
+use crate::output::{Event, Output, OutputBatch, TokenLogprob};
+use crate::request::{Finish, Request, SequenceKey, Time};
+use crate::text::TextState;
+
+/// Status of a row whose step succeeded.
+pub const STATUS_OK: u8 = 0;
+/// Status of a row that failed by itself.
+pub const STATUS_FAILED: u8 = 1;
+
+/// What the executor returns for a step of `N` sequences and `S` samples, in the plan's order.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepResults {
+    /// `[S + 1]` range of each sample's tokens; at least one token each.
+    pub token_offsets: Vec<u32>,
+    /// Sampled tokens; those of failed rows are not read.
+    pub token_ids: Vec<u32>,
+    /// `[N]` [`STATUS_OK`] or anything else: the row failed.
+    pub statuses: Vec<u8>,
+    /// `[S + 1]` range of each sample's log-probabilities, or empty: none.
+    pub logprob_offsets: Vec<u32>,
+    /// The sampled token's, then those of the best, for each sample that asked.
+    pub logprobs: Vec<TokenLogprob>,
+}
+
+/// One step's results being applied.
+pub(crate) struct Commit<'a> {
+    pub(crate) limits: &'a Limits,
+    pub(crate) vocabulary: &'a Vocabulary,
+    pub(crate) ledger: &'a mut Ledger,
+    pub(crate) lane: &'a mut Lane,
+    pub(crate) results: &'a StepResults,
+    pub(crate) now: Time,
+}
+
+impl Commit<'_> {
+    pub(crate) fn run(mut self) -> Result<(), CommitError> {
+        self.check()?;
+        let mut sample = 0;
+        let mut ended = false;
+        for position in 0..self.lane.step.num_sequences() {
+            let key = self.lane.step.sequence(position);
+            let sequence = &mut self.ledger.sequences[key.0];
+            let samples = sample..sample + sequence.num_samples();
+            sample = samples.end;
+            if sequence.ended {
+                ended = true;
+            } else if self.results.statuses[position] != STATUS_OK {
+                let request = sequence.request;
+                self.ledger
+                    .end_request(self.lane, request, Finish::RowFailed, self.now);
+                ended = true;
+            } else {
+                sequence.advance(self.limits.block_size(), self.limits.prefix_caching());
+                ended |= self.append_samples(key, samples);
+            }
+        }
+        self.lane.in_flight = false;
+        self.lane.step.clear();
+        if ended {
+            remove_ended(self.ledger, self.lane);
+        }
+        Ok(())
+    }
+
+    /// Refuses results that do not fit the step.
+    fn check(&self) -> Result<(), CommitError> {
+        let results = self.results;
+        let step = &self.lane.step;
+        let sequences =
+            (0..step.num_sequences()).map(|at| &self.ledger.sequences[step.sequence(at).0]);
+        let num_samples: usize = sequences.clone().map(Sequence::num_samples).sum();
+        let length = |array, got, expected| {
+            if got == expected {
+                Ok(())
+            } else {
+                Err(CommitError::WrongLength {
+                    array,
+                    got,
+                    expected,
+                })
+            }
+        };
+        length("statuses", results.statuses.len(), step.num_sequences())?;
+        length(
+            "token_offsets",
+            results.token_offsets.len(),
+            num_samples + 1,
+        )?;
+        check_offsets(
+            "token_ids",
+            &results.token_offsets,
+            results.token_ids.len(),
+            1,
+        )?;
+        if !results.logprob_offsets.is_empty() {
+            length(
+                "logprob_offsets",
+                results.logprob_offsets.len(),
+                num_samples + 1,
+            )?;
+            check_offsets(
+                "logprobs",
+                &results.logprob_offsets,
+                results.logprobs.len(),
+                0,
+            )?;
+        }
+        let vocab_size = self.limits.vocab_size();
+        if results.token_ids.iter().all(|&token| token < vocab_size) {
+            return Ok(());
+        }
+        // Only a failed row may have returned anything.
+        let mut sample = 0;
+        for (sequence, &status) in sequences.zip(&results.statuses) {
+            let samples = sample..sample + sequence.num_samples();
+            sample = samples.end;
+            for token in samples.flat_map(|sample| &results.token_ids[results.tokens(sample)]) {
+                if status == STATUS_OK && *token >= vocab_size {
+                    let token = *token;
+                    return Err(CommitError::TokenOutOfRange { token, vocab_size });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Appends the first sample to the sequence and the others to siblings that are born by it.
+    ///
+    /// Returns whether any of them ended.
+    fn append_samples(&mut self, key: SequenceKey, samples: Range<usize>) -> bool {
+        if samples.is_empty() {
+            return false;
+        }
+        if samples.len() == 1 {
+            return self.append(key, samples.start);
+        }
+        let siblings = self.fork_siblings(key);
+        let mut ended = self.append(key, samples.start);
+        for (sibling, sample) in siblings.into_iter().zip(samples.skip(1)) {
+            ended |= self.append(sibling, sample);
+        }
+        ended
+    }
+
+    fn fork_siblings(&mut self, key: SequenceKey) -> Vec<SequenceKey> {
+        let sequence = &mut self.ledger.sequences[key.0];
+        let rows = std::mem::take(&mut sequence.sibling_rows);
+        sequence.num_unborn = 0;
+        let sequence = &self.ledger.sequences[key.0];
+        let request = sequence.request.0;
+        let stop = self.ledger.requests[request].request.stop.stop.clone();
+        let siblings: Vec<Sequence> = (1..)
+            .zip(rows)
+            .map(|(child, row)| sequence.fork(child, row, TextState::new(stop.clone())))
+            .collect();
+        let mut keys = Vec::with_capacity(siblings.len());
+        for sibling in siblings {
+            let key = SequenceKey(self.ledger.sequences.insert(sibling));
+            self.ledger.requests[request].sequences.push(key);
+            self.ledger.enter_running(&mut self.lane.running, key);
+            keys.push(key);
+        }
+        keys
+    }
+
+    /// Appends one sample to one sequence and tells its client; whether the sequence ended.
+    fn append(&mut self, key: SequenceKey, sample: usize) -> bool {
+        let sequence = &mut self.ledger.sequences[key.0];
+        let entry = &mut self.ledger.requests[sequence.request.0];
+        let outputs = &mut self.ledger.outputs;
+        let (tokens, text) = (outputs.token_ids.len(), outputs.text.len());
+        let mut finish = None;
+        for &token in &self.results.token_ids[self.results.tokens(sample)] {
+            finish = append_token(sequence, &entry.request, token, self.vocabulary, outputs);
+            if finish.is_some() {
+                break;
+            }
+        }
+        let num_tokens = outputs.token_ids.len() - tokens;
+        let logprobs = outputs.logprobs.len();
+        outputs
+            .logprobs
+            .extend_from_slice(&self.results.logprobs[self.results.logprobs_of(sample)]);
+        entry.request.stats.num_output_tokens += num_tokens as u32;
+        entry.request.stats.first_token.get_or_insert(self.now);
+        self.ledger.counters.output_tokens += num_tokens as u64;
+        outputs.events.push(Event::Output(Output {
+            request: entry.request.id,
+            child: sequence.arrival.child,
+            tokens: tokens..outputs.token_ids.len(),
+            text: text..outputs.text.len(),
+            logprobs: logprobs..outputs.logprobs.len(),
+            finish,
+        }));
+        let Some(finish) = finish else {
+            return false;
+        };
+        sequence.ended = true;
+        let request = sequence.request;
+        self.ledger.end_child(request, finish, self.now);
+        true
+    }
+}
+
+impl StepResults {
+    fn tokens(&self, sample: usize) -> Range<usize> {
+        self.token_offsets[sample] as usize..self.token_offsets[sample + 1] as usize
+    }
+
+    fn logprobs_of(&self, sample: usize) -> Range<usize> {
+        match self.logprob_offsets.get(sample..=sample + 1) {
+            Some(&[begin, end]) => begin as usize..end as usize,
+            _ => 0..0,
+        }
+    }
+}
+
+fn check_offsets(
+    array: &'static str,
+    offsets: &[u32],
+    got: usize,
+    least: u32,
+) -> Result<(), CommitError> {
+    let last = offsets.last().map_or(0, |&last| last as usize);
+    let rising =
+        offsets.first() == Some(&0) && offsets.windows(2).all(|pair| pair[0] + least <= pair[1]);
+    if rising && last == got {
+        Ok(())
+    } else {
+        let expected = last.max(offsets.len() - 1);
+        Err(CommitError::WrongLength {
+            array,
+            got,
+            expected,
+        })
+    }
+}
+
+/// Appends a token to ids and text; how that ended the sequence, if it did.
+fn append_token(
+    sequence: &mut Sequence,
+    request: &Request,
+    token: u32,
+    vocabulary: &Vocabulary,
+    outputs: &mut OutputBatch,
+) -> Option<Finish> {
+    sequence.tokens.push(token);
+    outputs.token_ids.push(token);
+    let stop = &request.stop;
+    let num_output_tokens = sequence.num_output_tokens();
+    let may_stop = num_output_tokens >= stop.min_tokens;
+    let stop_token = if !may_stop {
+        None
+    } else if !stop.ignore_eos && vocabulary.eos_token_ids.contains(&token) {
+        Some(Finish::Eos)
+    } else if stop.stop_token_ids.contains(&token) {
+        Some(Finish::StopToken(token))
+    } else {
+        None
+    };
+    let hidden = stop.skip_special_tokens && vocabulary.tokens.is_special(token);
+    let shown = !hidden && (stop_token.is_none() || stop.include_stop_token_in_text);
+    let bytes = if shown {
+        vocabulary.tokens.bytes(token)
+    } else {
+        &[]
+    };
+    // vLLM's rule: the text of the first min_tokens tokens is not searched.
+    let search = num_output_tokens > stop.min_tokens && stop_token.is_none();
+    let stop_string = sequence.text.push(bytes, search, &mut outputs.text);
+    if let Some(found) = stop_string {
+        return Some(Finish::StopString(found.string_index));
+    }
+    let finish =
+        stop_token.or_else(|| (num_output_tokens >= request.max_tokens).then_some(Finish::Length));
+    if finish.is_some() {
+        sequence.text.finish(&mut outputs.text);
+    }
+    finish
+}
+
+/// Takes everyone who ended out of the running set and frees what they hold.
+pub(crate) fn remove_ended(ledger: &mut Ledger, lane: &mut Lane) {
+    lane.running.retain(|&key| {
+        let ended = ledger.sequences[key.0].ended;
+        if ended {
+            ledger.discard(key);
+        }
+        !ended
+    });
+}

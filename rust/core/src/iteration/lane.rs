@@ -1,0 +1,93 @@
+//! A lane: one model's memory, rows and running set. Several models later are several lanes over one
+//! ledger.
+
+use crate::config::Limits;
+use crate::iteration::rows::RowPool;
+use crate::memory::blocks::{BlockCopy, BlockPool, BlockTable};
+use crate::request::SequenceKey;
+
+pub(crate) struct Lane {
+    pub(crate) pool: BlockPool,
+    pub(crate) rows: RowPool,
+    /// Running sequences, oldest arrival first.
+    pub(crate) running: Vec<SequenceKey>,
+    /// The step being planned or in flight.
+    pub(crate) step: Step,
+    /// Whether `step` has been handed to the executor.
+    pub(crate) in_flight: bool,
+}
+
+/// Who is in a step, in the order of its plan. Kept until its results are committed.
+pub(crate) struct Step {
+    /// Its number, from 1.
+    pub(crate) number: u64,
+    /// One query token each: decodes, and prefill chunks of one token.
+    pub(crate) decodes: Vec<SequenceKey>,
+    /// Prefill chunks of more than one token.
+    pub(crate) chunks: Vec<SequenceKey>,
+    /// Copies on write, and for whom.
+    pub(crate) copies: Vec<(SequenceKey, BlockCopy)>,
+    /// Keeps the sources of the copies from being reused before they are read.
+    pub(crate) copy_sources: BlockTable,
+}
+
+impl Lane {
+    pub(crate) fn new(limits: &Limits) -> Self {
+        let pool = BlockPool::new(limits.num_kv_blocks());
+        let seqs = limits.max_num_seqs() as usize;
+        let mut copy_sources = pool.table();
+        copy_sources.reserve(limits.max_num_seqs());
+        Self {
+            rows: RowPool::new(limits.max_num_seqs()),
+            running: Vec::with_capacity(seqs),
+            step: Step {
+                number: 0,
+                decodes: Vec::with_capacity(seqs),
+                chunks: Vec::with_capacity(seqs),
+                copies: Vec::with_capacity(seqs),
+                copy_sources,
+            },
+            in_flight: false,
+            pool,
+        }
+    }
+}
+
+impl Step {
+    /// Forgets who was in it and lets go of the copies' sources.
+    pub(crate) fn clear(&mut self) {
+        self.decodes.clear();
+        self.chunks.clear();
+        self.copies.clear();
+        self.copy_sources.release();
+    }
+
+    /// Adds a sequence with so many query tokens.
+    pub(crate) fn add(&mut self, sequence: SequenceKey, num_query_tokens: u32) {
+        if num_query_tokens == 1 {
+            self.decodes.push(sequence);
+        } else {
+            self.chunks.push(sequence);
+        }
+    }
+
+    /// Takes back what was granted to `sequence`.
+    pub(crate) fn withdraw(&mut self, sequence: SequenceKey) {
+        self.decodes.retain(|&key| key != sequence);
+        self.chunks.retain(|&key| key != sequence);
+        self.copies.retain(|&(key, _)| key != sequence);
+    }
+
+    /// The sequence at `position` of the plan.
+    pub(crate) fn sequence(&self, position: usize) -> SequenceKey {
+        match position.checked_sub(self.decodes.len()) {
+            None => self.decodes[position],
+            Some(position) => self.chunks[position],
+        }
+    }
+
+    /// Sequences in it.
+    pub(crate) fn num_sequences(&self) -> usize {
+        self.decodes.len() + self.chunks.len()
+    }
+}

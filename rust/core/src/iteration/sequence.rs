@@ -1,0 +1,165 @@
+//! A sequence: one answer of a request while it is being written.
+//!
+//! Its phase follows from counters and is stored nowhere: it is prefilling while more than one token
+//! is left to compute, decoding when one is, and its next token can be sampled when the step computes
+//! the last. It owns its blocks and its row; dropping it gives both back.
+//!
+//! A request with `n` answers starts as one sequence that computes the prompt once and holds the rows
+//! of its unborn siblings; they fork off it at the first output, which is sampled `n` times from one
+//! row of logits.
+
+use crate::iteration::rows::Row;
+use crate::memory::blocks::{BlockCopy, BlockTable, OutOfBlocks};
+use crate::memory::prefix::{BlockHash, extend_chain};
+use crate::text::TextState;
+use crate::waiting::queue::{Arrival, Rank};
+
+/// Names a request while any of its sequences lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RequestKey(pub(crate) usize);
+
+pub(crate) struct Sequence {
+    pub(crate) request: RequestKey,
+    pub(crate) arrival: Arrival,
+    /// Prompt, then output.
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) num_prompt_tokens: u32,
+    /// Tokens whose K and V are in the table's blocks.
+    pub(crate) num_computed_tokens: u32,
+    /// Tokens that the step being planned, or in flight, computes.
+    pub(crate) num_scheduled_tokens: u32,
+    pub(crate) table: BlockTable,
+    pub(crate) row: Option<Row>,
+    /// Rows of the siblings that fork off at the first output.
+    pub(crate) sibling_rows: Vec<Row>,
+    /// How many siblings those are, also while there are no rows for them.
+    pub(crate) num_unborn: u32,
+    /// Where the hash chain starts: the request's extras.
+    pub(crate) root: BlockHash,
+    /// Hashes of the full blocks of `tokens`, as far as they were needed.
+    pub(crate) chain: Vec<BlockHash>,
+    pub(crate) text: TextState,
+    /// Ended while its step is in flight: leaves when that is committed.
+    pub(crate) ended: bool,
+    /// Preempted before: until it has this many tokens others are preferred as victims.
+    pub(crate) protected_below_tokens: u32,
+    /// Tokens that were computed when it was last preempted.
+    pub(crate) num_lost_tokens: u32,
+}
+
+impl Sequence {
+    pub(crate) fn num_tokens(&self) -> u32 {
+        self.tokens.len() as u32
+    }
+
+    pub(crate) fn num_output_tokens(&self) -> u32 {
+        self.num_tokens() - self.num_prompt_tokens
+    }
+
+    /// Tokens whose K and V are still to be computed; at least one.
+    pub(crate) fn num_remaining_tokens(&self) -> u32 {
+        self.num_tokens() - self.num_computed_tokens
+    }
+
+    /// Whether the scheduled tokens are the last before the next sample.
+    pub(crate) fn completes(&self) -> bool {
+        self.num_computed_tokens + self.num_scheduled_tokens == self.num_tokens()
+    }
+
+    /// Samples that its scheduled tokens lead to.
+    pub(crate) fn num_samples(&self) -> usize {
+        if self.completes() {
+            1 + self.sibling_rows.len()
+        } else {
+            0
+        }
+    }
+
+    /// Rows it needs to run.
+    pub(crate) fn num_rows(&self) -> u32 {
+        1 + self.num_unborn
+    }
+
+    /// Where it stands in the waiting queue when it waits.
+    pub(crate) fn rank(&self) -> Rank {
+        // A protection is set by every preemption and by nothing else.
+        if self.protected_below_tokens > 0 {
+            Rank::Returning
+        } else {
+            Rank::Fresh
+        }
+    }
+
+    /// Hashes of the full blocks that a prefix lookup may use: at least one token is always computed.
+    pub(crate) fn usable_chain(&mut self, block_size: u32) -> &[BlockHash] {
+        extend_chain(&mut self.chain, self.root, &self.tokens, block_size);
+        let usable = (self.num_tokens() - 1) / block_size;
+        &self.chain[..usable as usize]
+    }
+
+    /// Makes the slot of the next token writable: a fresh block, or an own copy of a shared one.
+    pub(crate) fn make_room_for_decode(
+        &mut self,
+        block_size: u32,
+    ) -> Result<Option<BlockCopy>, OutOfBlocks> {
+        if self.num_computed_tokens as usize == self.table.blocks().len() * block_size as usize {
+            self.table.grow(1).map(|()| None)
+        } else {
+            self.table.own_last()
+        }
+    }
+
+    /// Moves the scheduled tokens to the computed ones and makes blocks that became full findable.
+    pub(crate) fn advance(&mut self, block_size: u32, prefix_caching: bool) {
+        let before = self.num_computed_tokens / block_size;
+        self.num_computed_tokens += std::mem::take(&mut self.num_scheduled_tokens);
+        let after = self.num_computed_tokens / block_size;
+        if prefix_caching && before < after {
+            let full = (after * block_size) as usize;
+            if self.chain.len() < after as usize {
+                extend_chain(&mut self.chain, self.root, &self.tokens[..full], block_size);
+            }
+            for position in before as usize..after as usize {
+                self.table.publish(position, self.chain[position]);
+            }
+        }
+    }
+
+    /// Gives blocks and rows back; what was computed is lost but for what the prefix cache keeps.
+    pub(crate) fn reset_for_recompute(&mut self, block_size: u32) {
+        self.table.release();
+        self.row = None;
+        self.sibling_rows.clear();
+        self.num_lost_tokens = self.num_computed_tokens;
+        self.num_computed_tokens = 0;
+        self.num_scheduled_tokens = 0;
+        self.protected_below_tokens = self.num_tokens() + block_size;
+    }
+
+    /// The sibling number `child`, on the same prompt and blocks, with `row` as its own.
+    pub(crate) fn fork(&self, child: u32, row: Row, text: TextState) -> Sequence {
+        let mut tokens = Vec::with_capacity(self.tokens.capacity());
+        tokens.extend_from_slice(&self.tokens);
+        Sequence {
+            request: self.request,
+            arrival: Arrival {
+                child,
+                ..self.arrival
+            },
+            tokens,
+            num_prompt_tokens: self.num_prompt_tokens,
+            num_computed_tokens: self.num_computed_tokens,
+            num_scheduled_tokens: 0,
+            table: self.table.fork(),
+            row: Some(row),
+            sibling_rows: Vec::new(),
+            num_unborn: 0,
+            root: self.root,
+            chain: self.chain.clone(),
+            text,
+            ended: false,
+            protected_below_tokens: self.protected_below_tokens,
+            num_lost_tokens: 0,
+        }
+    }
+}

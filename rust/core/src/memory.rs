@@ -1,0 +1,4 @@
+//! KV memory: the block pool and the prefix cache. Knows nothing of requests.
+
+pub mod blocks;
+pub mod prefix;

@@ -1,0 +1,48 @@
+//! Counters and gauges of the engine, O(1) each.
+
+/// A snapshot. Counters grow from the engine's start; gauges say what is now.
+///
+/// Conservation holds at every moment: `submitted` = `finished` + `aborted` + `failed` + live.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Metrics {
+    /// Requests accepted into the waiting queue.
+    pub submitted: u64,
+    /// Requests refused at the door or at submission.
+    pub refused: u64,
+    /// Requests whose last child ended by itself.
+    pub finished: u64,
+    /// Requests that their client gave up.
+    pub aborted: u64,
+    /// Requests that the executor or the engine failed.
+    pub failed: u64,
+    /// Steps planned.
+    pub iterations: u64,
+    /// Tokens scheduled: prefill and decode.
+    pub scheduled_tokens: u64,
+    /// Output tokens committed.
+    pub output_tokens: u64,
+    /// Prompt tokens of requests scheduled for the first time.
+    pub prompt_tokens: u64,
+    /// Those of them that the prefix cache had.
+    pub cached_tokens: u64,
+    /// Sequences preempted.
+    pub preemptions: u64,
+    /// Tokens that were computed, lost in a preemption, and had to be computed again.
+    pub recomputed_tokens: u64,
+    /// Sum over the iterations of the sequences in them; over `iterations` it is the mean batch.
+    pub scheduled_sequences: u64,
+    /// Gauge: requests that have not ended.
+    pub live: u64,
+    /// Gauge: requests at the door and in the queue that were never scheduled.
+    pub queued: u64,
+    /// Gauge: sequences in the waiting queue, preempted ones included.
+    pub waiting_sequences: u64,
+    /// Gauge: running sequences.
+    pub running_sequences: u64,
+    /// Gauge: blocks that hold nothing.
+    pub free_blocks: u64,
+    /// Gauge: blocks in use.
+    pub used_blocks: u64,
+    /// Gauge: blocks with findable content that nobody uses.
+    pub cached_blocks: u64,
+}

@@ -1,0 +1,4 @@
+//! Waiting: the door and the queue. Knows nothing of iterations.
+
+pub mod gate;
+pub mod queue;
