@@ -48,10 +48,15 @@ impl OutputBatch {
     }
 
     fn outputs(&self) -> impl Iterator<Item = &Output> {
-        self.shared.delivery.batch.events.iter().filter_map(|event| match event {
-            Event::Output(output) => Some(output),
-            _ => None,
-        })
+        self.shared
+            .delivery
+            .batch
+            .events
+            .iter()
+            .filter_map(|event| match event {
+                Event::Output(output) => Some(output),
+                _ => None,
+            })
     }
 
     /// One entry per delta, as a numpy array.
@@ -62,7 +67,10 @@ impl OutputBatch {
         entry: impl Fn(&Output) -> T,
         bytes: impl Fn(T) -> [u8; WIDTH],
     ) -> PyResult<Bound<'py, PyAny>> {
-        let flat: Vec<u8> = self.outputs().flat_map(|output| bytes(entry(output))).collect();
+        let flat: Vec<u8> = self
+            .outputs()
+            .flat_map(|output| bytes(entry(output)))
+            .collect();
         numpy_array(py, &flat, dtype)
     }
 
@@ -71,7 +79,9 @@ impl OutputBatch {
         py: Python<'py>,
         range: impl Fn(&Output) -> &Range<usize>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let ends = self.outputs().flat_map(|output| [range(output).start, range(output).end]);
+        let ends = self
+            .outputs()
+            .flat_map(|output| [range(output).start, range(output).end]);
         let flat: Vec<u8> = ends.flat_map(|end| (end as i64).to_ne_bytes()).collect();
         numpy_array(py, &flat, "int64")?.call_method1("reshape", (-1, 2))
     }
@@ -132,7 +142,12 @@ impl OutputBatch {
     /// 4 length, 5 abort, 6 row failed, 7 step failed, 8 engine dead.
     #[getter]
     fn finish_codes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.array(py, "uint8", |output| finish_code(output.finish), |code| [code])
+        self.array(
+            py,
+            "uint8",
+            |output| finish_code(output.finish),
+            |code| [code],
+        )
     }
 
     /// One object per delta, in order.
@@ -206,7 +221,10 @@ impl Delta {
     /// New tokens.
     #[getter]
     fn token_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        PyList::new(py, &self.shared.delivery.batch.token_ids[self.output().tokens.clone()])
+        PyList::new(
+            py,
+            &self.shared.delivery.batch.token_ids[self.output().tokens.clone()],
+        )
     }
 
     /// New text; it may lag behind the tokens.
@@ -242,7 +260,11 @@ impl Delta {
     /// Why the answer ended with `error`.
     #[getter]
     fn error(&self) -> Option<&str> {
-        let message = self.shared.delivery.failure(self.index).map(|message| &**message);
+        let message = self
+            .shared
+            .delivery
+            .failure(self.index)
+            .map(|message| &**message);
         match self.output().finish? {
             Finish::RowFailed => Some("the executor failed on this request; others go on"),
             Finish::StepFailed => Some(message.unwrap_or("the executor failed the step")),
@@ -264,7 +286,12 @@ impl Delta {
         if entries.is_empty() {
             return None;
         }
-        Some(entries.iter().map(|entry| (entry.token, entry.logprob)).unzip())
+        Some(
+            entries
+                .iter()
+                .map(|entry| (entry.token, entry.logprob))
+                .unzip(),
+        )
     }
 }
 
@@ -352,6 +379,8 @@ fn finish_code(finish: Option<Finish>) -> u8 {
 
 fn numpy_array<'py>(py: Python<'py>, bytes: &[u8], dtype: &str) -> PyResult<Bound<'py, PyAny>> {
     let bytes = PyByteArray::new(py, bytes);
-    let frombuffer = py.import(pyo3::intern!(py, "numpy"))?.getattr("frombuffer")?;
+    let frombuffer = py
+        .import(pyo3::intern!(py, "numpy"))?
+        .getattr("frombuffer")?;
     frombuffer.call1((bytes, dtype))
 }

@@ -47,7 +47,9 @@ impl Line {
     ) -> Result<T, Refusal> {
         py.detach(|| {
             let (reply, answer) = sync_channel(1);
-            self.commands.send(command(reply)).map_err(|_| self.gone())?;
+            self.commands
+                .send(command(reply))
+                .map_err(|_| self.gone())?;
             answer.recv().map_err(|_| self.gone())
         })
     }
@@ -98,7 +100,9 @@ impl EngineClient {
         let line = &self.line;
         let named = request.named(RequestId(0));
         let checked = named.validate(&line.limits, &line.eos_token_ids, Time(0));
-        checked.map(drop).map_err(|error| Refusal::from(error).into())
+        checked
+            .map(drop)
+            .map_err(|error| Refusal::from(error).into())
     }
 
     /// Reserves a place at the door, before anything costly is done for a request.
@@ -156,7 +160,10 @@ impl EngineClient {
     /// Ends a request, whatever its state; its last output says `abort`. Unknown ids are ignored.
     fn abort(&self, request_id: u64) {
         // A scheduler that is gone has ended the request already.
-        let _ = self.line.commands.send(Command::Abort(RequestId(request_id)));
+        let _ = self
+            .line
+            .commands
+            .send(Command::Abort(RequestId(request_id)));
     }
 
     /// Blocks until there is output (with `until_end`: until a request ended) and takes all there is;
@@ -169,7 +176,11 @@ impl EngineClient {
         timeout: Option<f64>,
         until_end: bool,
     ) -> PyResult<Option<OutputBatch>> {
-        let until = if until_end { Until::RequestEnd } else { Until::Output };
+        let until = if until_end {
+            Until::RequestEnd
+        } else {
+            Until::Output
+        };
         let limit = timeout.and_then(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).ok());
         let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
         loop {

@@ -6,8 +6,8 @@
 
 use std::sync::mpsc::SyncSender;
 
-use chairlift_core::iteration::plan::StepPlan;
 use chairlift_core::iteration::commit::StepResults;
+use chairlift_core::iteration::plan::StepPlan;
 use chairlift_core::request::{NewRequest, RequestId};
 
 use crate::errors::Refusal;

@@ -28,7 +28,10 @@ pub struct Delivery {
 impl Delivery {
     /// The message for the failure that the event at `index` tells, if there is one.
     pub fn failure(&self, index: usize) -> Option<&Arc<str>> {
-        let hit = self.failures.iter().find(|(range, _)| range.contains(&index));
+        let hit = self
+            .failures
+            .iter()
+            .find(|(range, _)| range.contains(&index));
         hit.map(|(_, message)| message)
     }
 
@@ -48,20 +51,22 @@ impl Delivery {
         let into = &mut self.batch;
         let (events, tokens) = (into.events.len(), into.token_ids.len());
         let (text, logprobs) = (into.text.len(), into.logprobs.len());
-        into.events.extend(other.batch.events.drain(..).map(|event| match event {
-            Event::Output(mut output) => {
-                output.tokens = shifted(&output.tokens, tokens);
-                output.text = shifted(&output.text, text);
-                output.logprobs = shifted(&output.logprobs, logprobs);
-                Event::Output(output)
-            }
-            other => other,
-        }));
+        into.events
+            .extend(other.batch.events.drain(..).map(|event| match event {
+                Event::Output(mut output) => {
+                    output.tokens = shifted(&output.tokens, tokens);
+                    output.text = shifted(&output.text, text);
+                    output.logprobs = shifted(&output.logprobs, logprobs);
+                    Event::Output(output)
+                }
+                other => other,
+            }));
         into.token_ids.append(&mut other.batch.token_ids);
         into.text.push_str(&other.batch.text);
         into.logprobs.append(&mut other.batch.logprobs);
         let failures = other.failures.drain(..);
-        self.failures.extend(failures.map(|(range, why)| (shifted(&range, events), why)));
+        self.failures
+            .extend(failures.map(|(range, why)| (shifted(&range, events), why)));
         self.iterations += other.iterations;
         other.clear();
     }
@@ -180,7 +185,11 @@ impl Outbox {
         if delivery.batch.is_empty() {
             return;
         }
-        let has_end = delivery.batch.events.iter().any(|event| matches!(event, Event::Ended { .. }));
+        let has_end = delivery
+            .batch
+            .events
+            .iter()
+            .any(|event| matches!(event, Event::Ended { .. }));
         let mut state = self.state();
         state.has_end |= has_end;
         state.pending.merge(delivery);

@@ -134,7 +134,11 @@ impl EngineCore {
 
     /// Runs steps on `executor` until the engine is shut down; the whole life of the executor thread.
     fn run_executor(&self, executor: &Bound<'_, PyAny>) -> PyResult<()> {
-        let end = self.executor_end.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let end = self
+            .executor_end
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         match end {
             Some(end) => executor_thread::run(end, executor),
             None => Err(misuse("the engine has an executor thread already")),
@@ -145,11 +149,20 @@ impl EngineCore {
     /// Idempotent. The scheduler thread never needs the GIL, so this cannot dead-lock.
     fn shutdown(&self, py: Python<'_>) {
         let _ = self.commands.send(Command::Shutdown); // it may have ended already
-        let handle = self.scheduler.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let handle = self
+            .scheduler
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         // A scheduler that panicked has told the clients.
         let _ = py.detach(|| handle.map(JoinHandle::join));
         // An executor end that was never taken holds steps: let go of it.
-        drop(self.executor_end.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop(
+            self.executor_end
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take(),
+        );
     }
 
     /// Seconds on the engine's clock, which the times of `Ended` are on.

@@ -72,9 +72,7 @@ fn raise(class: &str, message: &str, code: &str) -> PyErr {
 
 fn build(py: Python<'_>, class: &str, message: &str, code: &str) -> PyResult<PyErr> {
     static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
-    let errors = ERRORS.get_or_try_init(py, || {
-        py.import("chairlift.errors").map(Bound::unbind)
-    })?;
+    let errors = ERRORS.get_or_try_init(py, || py.import("chairlift.errors").map(Bound::unbind))?;
     let class = errors.bind(py).getattr(class)?;
     let class = class.cast::<PyType>().map_err(PyErr::from)?;
     let keywords = PyDict::new(py);

@@ -66,7 +66,8 @@ pub fn run(end: ExecutorEnd, executor: &Bound<'_, PyAny>) -> PyResult<()> {
                 Command::StepFailed(step, message)
             }
             Err(error) => {
-                farewell.reason = format!("the executor thread ended with {}", describe(py, &error));
+                farewell.reason =
+                    format!("the executor thread ended with {}", describe(py, &error));
                 return Err(error);
             }
         };
@@ -101,29 +102,43 @@ impl Worker<'_, '_> {
     fn run_step(&mut self, step: &mut Step) -> PyResult<()> {
         let py = self.executor.py();
         let plan = self.views.step_plan(&step.lease)?;
-        self.executor.call_method1(pyo3::intern!(py, "launch"), (plan,))?;
+        self.executor
+            .call_method1(pyo3::intern!(py, "launch"), (plan,))?;
         let result = self.executor.call_method0(pyo3::intern!(py, "collect"))?;
         let Step { lease, results } = step;
-        self.reader.read(&result, lease.plan(), self.vocab_size, results)
+        self.reader
+            .read(&result, lease.plan(), self.vocab_size, results)
     }
 }
 
 /// The exception's type and message; never its traceback.
 fn describe(py: Python<'_>, error: &PyErr) -> String {
-    let name = error.get_type(py).name().map_or_else(|_| "?".into(), |name| name.to_string());
+    let name = error
+        .get_type(py)
+        .name()
+        .map_or_else(|_| "?".into(), |name| name.to_string());
     let message = error.value(py).to_string();
-    if message.is_empty() { name } else { format!("{name}: {message}") }
+    if message.is_empty() {
+        name
+    } else {
+        format!("{name}: {message}")
+    }
 }
 
 /// Logs a failed step with its traceback. A logger that fails must not end the thread.
 fn log(py: Python<'_>, error: &PyErr, step: u64) {
     let logged = (|| {
-        let logger = py.import("logging")?.call_method1("getLogger", ("chairlift",))?;
+        let logger = py
+            .import("logging")?
+            .call_method1("getLogger", ("chairlift",))?;
         let keywords = PyDict::new(py);
         keywords.set_item("exc_info", error.value(py))?;
         logger.call_method(
             "error",
-            ("the executor failed in step %d; its requests end with an error", step),
+            (
+                "the executor failed in step %d; its requests end with an error",
+                step,
+            ),
             Some(&keywords),
         )
     })();

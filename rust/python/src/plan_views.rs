@@ -47,7 +47,12 @@ impl<'py> View<'py> {
 
     /// The array's first `vector.len()` entries. A vector that moved (which the core promises not to
     /// let happen) is copied: what was exported is no longer its memory.
-    fn of<T: Plain>(&mut self, tools: &Tools<'py>, vector: &[T], kind: Kind) -> PyResult<&Bound<'py, PyAny>> {
+    fn of<T: Plain>(
+        &mut self,
+        tools: &Tools<'py>,
+        vector: &[T],
+        kind: Kind,
+    ) -> PyResult<&Bound<'py, PyAny>> {
         if vector.as_ptr().cast() != self.start {
             self.len = usize::MAX;
             self.slice = copied(tools, vector, kind)?;
@@ -159,20 +164,36 @@ impl<'py> SetViews<'py> {
         let fields = [
             plan.step.into_pyobject(py)?.into_any(),
             plan.num_decodes.into_pyobject(py)?.into_any(),
-            (plan.num_seqs() - plan.num_decodes).into_pyobject(py)?.into_any(),
+            (plan.num_seqs() - plan.num_decodes)
+                .into_pyobject(py)?
+                .into_any(),
             self.rows.of(tools, &plan.rows, I32)?.clone(),
-            self.query_start_loc.of(tools, &plan.query_start_loc, I32)?.clone(),
+            self.query_start_loc
+                .of(tools, &plan.query_start_loc, I32)?
+                .clone(),
             self.seq_lens.of(tools, &plan.seq_lens, I32)?.clone(),
             self.token_ids.of(tools, &plan.token_ids, I32)?.clone(),
-            self.token_sources.of(tools, &plan.token_sources, U8)?.clone(),
+            self.token_sources
+                .of(tools, &plan.token_sources, U8)?
+                .clone(),
             self.positions.of(tools, &plan.positions, I32)?.clone(),
-            self.slot_mapping.of(tools, &plan.slot_mapping, I64)?.clone(),
-            self.block_table_offsets.of(tools, &plan.block_table_offsets, I32)?.clone(),
+            self.slot_mapping
+                .of(tools, &plan.slot_mapping, I64)?
+                .clone(),
+            self.block_table_offsets
+                .of(tools, &plan.block_table_offsets, I32)?
+                .clone(),
             self.block_ids.of(tools, &plan.block_ids, I32)?.clone(),
-            self.logits_indices.of(tools, &plan.logits_indices, I32)?.clone(),
+            self.logits_indices
+                .of(tools, &plan.logits_indices, I32)?
+                .clone(),
             self.sample_rows.of(tools, &plan.sample_rows, I32)?.clone(),
-            self.sample_output_indices.of(tools, &plan.sample_output_indices, I32)?.clone(),
-            self.block_copies.of(tools, &plan.block_copies, I32_PAIRS)?.clone(),
+            self.sample_output_indices
+                .of(tools, &plan.sample_output_indices, I32)?
+                .clone(),
+            self.block_copies
+                .of(tools, &plan.block_copies, I32_PAIRS)?
+                .clone(),
             resets,
         ];
         tools.step_plan.call1(PyTuple::new(py, fields)?)
@@ -193,7 +214,9 @@ fn row_resets<'py>(tools: &Tools<'py>, resets: &RowResets) -> PyResult<Bound<'py
         copied(tools, &resets.bias_values, F32)?,
         copied(tools, &resets.suppressed_ids, I32)?,
     ];
-    tools.row_resets.call1(PyTuple::new(tools.row_resets.py(), fields)?)
+    tools
+        .row_resets
+        .call1(PyTuple::new(tools.row_resets.py(), fields)?)
 }
 
 /// A fresh, writable array with a copy of `values`.
@@ -204,9 +227,8 @@ fn copied<'py, T: Plain>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = tools.frombuffer.py();
     // SAFETY: `Plain` values are numbers without padding, so all their bytes are initialised.
-    let bytes = unsafe {
-        std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values))
-    };
+    let bytes =
+        unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) };
     let bytes = pyo3::types::PyByteArray::new(py, bytes);
     shaped(tools.frombuffer.call1((bytes, dtype))?, columns)
 }

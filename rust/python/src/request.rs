@@ -57,7 +57,10 @@ impl Request {
         seed: u64,
         cache_salt: Option<String>,
     ) -> PyResult<Self> {
-        let prompt = read(prompt_token_ids, "prompt_token_ids must be a list of token ids")?;
+        let prompt = read(
+            prompt_token_ids,
+            "prompt_token_ids must be a list of token ids",
+        )?;
         let params: ParamsView = read(params, "a sampling parameter cannot be used")?;
         let stop = compile_stop(&params.stop, params.include_stop_str_in_output)?;
         Ok(Self {
@@ -97,7 +100,7 @@ fn read<'a, 'py, T: FromPyObject<'a, 'py>>(
     value: &'a Bound<'py, PyAny>,
     complaint: &str,
 ) -> PyResult<T> {
-    value.extract().map_err(|error| {
+    value.extract().map_err(|error: T::Error| {
         let error: PyErr = error.into();
         let detail = error.value(value.py()).to_string();
         invalid_request(&format!("{complaint}: {detail}"), "invalid_parameter")
@@ -108,7 +111,11 @@ fn compile_stop(strings: &[String], included: bool) -> PyResult<Option<Arc<StopS
     if strings.is_empty() {
         return Ok(None);
     }
-    let text = if included { StopText::Included } else { StopText::Excluded };
+    let text = if included {
+        StopText::Included
+    } else {
+        StopText::Excluded
+    };
     match StopStrings::new(strings, text) {
         Ok(stop) => Ok(Some(Arc::new(stop))),
         Err(error) => Err(invalid_request(&error.to_string(), error.code())),

@@ -10,8 +10,8 @@
 //! a panic here (the outbox is told by [`Obituary`]; clients end their own requests).
 
 use std::collections::{BTreeSet, VecDeque};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use chairlift_core::Engine;
@@ -122,7 +122,11 @@ impl Scheduler {
     /// The next command, or `None` when a timer of the core is due.
     fn sleep(&self) -> Option<Command> {
         let received = match self.engine.next_wake() {
-            None => self.end.commands.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            None => self
+                .end
+                .commands
+                .recv()
+                .map_err(|_| RecvTimeoutError::Disconnected),
             Some(time) => {
                 let left = Duration::from_micros(time.since_us(self.now()));
                 self.end.commands.recv_timeout(left)
@@ -184,7 +188,9 @@ impl Scheduler {
 
     fn submit_many(&mut self, now: Time, requests: Vec<NewRequest>) -> (usize, Option<Refusal>) {
         for (taken, request) in requests.into_iter().enumerate() {
-            let result = self.reserve(request.id).and_then(|()| self.submit(now, request));
+            let result = self
+                .reserve(request.id)
+                .and_then(|()| self.submit(now, request));
             if let Err(refusal) = result {
                 return (taken, Some(refusal));
             }
@@ -254,7 +260,9 @@ impl Scheduler {
         // What is there already is not part of the failure.
         self.deliver(None);
         self.engine.fail_step(now, step);
-        self.deliver(Some(format!("the executor failed step {step}: {why}").into()));
+        self.deliver(Some(
+            format!("the executor failed step {step}: {why}").into(),
+        ));
     }
 
     fn executor_gone(&mut self, now: Time, why: &str) {

@@ -4,7 +4,7 @@
 //! both numbers, and fails the step like an exception of the executor. What passes here the core
 //! accepts.
 
-use chairlift_core::iteration::commit::StepResults;
+use chairlift_core::iteration::commit::{STATUS_OK, StepResults};
 use chairlift_core::iteration::plan::StepPlan;
 use chairlift_core::output::TokenLogprob;
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
@@ -31,14 +31,35 @@ impl ResultReader {
     ) -> PyResult<()> {
         let py = result.py();
         let samples = plan.num_samples();
+        let statuses = result.getattr(pyo3::intern!(py, "statuses"))?;
+        copy_into(
+            &statuses,
+            "statuses",
+            "uint8",
+            Some(plan.num_seqs()),
+            &mut out.statuses,
+        )?;
+
         let tokens = result.getattr(pyo3::intern!(py, "token_ids"))?;
-        copy_into(&tokens, "token_ids", "int32", Some(samples), &mut self.tokens)?;
-        tokens_into(&self.tokens, "token_ids", vocab_size, &mut out.token_ids)?;
+        copy_into(
+            &tokens,
+            "token_ids",
+            "int32",
+            Some(samples),
+            &mut self.tokens,
+        )?;
+        out.token_ids.clear();
+        for (sample, &token) in self.tokens.iter().enumerate() {
+            match in_vocabulary(token, vocab_size) {
+                Some(id) => out.token_ids.push(id),
+                None if out.statuses[sequence_of(plan, sample)] != STATUS_OK => {
+                    out.token_ids.push(0); // the core does not read it
+                }
+                None => return Err(outside("token_ids", token, vocab_size)),
+            }
+        }
         out.token_offsets.clear();
         out.token_offsets.extend(0..=samples as u32);
-
-        let statuses = result.getattr(pyo3::intern!(py, "statuses"))?;
-        copy_into(&statuses, "statuses", "uint8", Some(plan.num_seqs()), &mut out.statuses)?;
 
         out.logprob_offsets.clear();
         out.logprobs.clear();
@@ -57,12 +78,30 @@ impl ResultReader {
         out: &mut StepResults,
     ) -> PyResult<()> {
         let offsets = logprobs.getattr("offsets")?;
-        copy_into(&offsets, "logprobs.offsets", "int32", Some(samples + 1), &mut self.offsets)?;
+        copy_into(
+            &offsets,
+            "logprobs.offsets",
+            "int32",
+            Some(samples + 1),
+            &mut self.offsets,
+        )?;
         let ids = logprobs.getattr("token_ids")?;
-        copy_into(&ids, "logprobs.token_ids", "int32", None, &mut self.logprob_tokens)?;
+        copy_into(
+            &ids,
+            "logprobs.token_ids",
+            "int32",
+            None,
+            &mut self.logprob_tokens,
+        )?;
         let entries = self.logprob_tokens.len();
         let values = logprobs.getattr("values")?;
-        copy_into(&values, "logprobs.values", "float32", Some(entries), &mut self.logprob_values)?;
+        copy_into(
+            &values,
+            "logprobs.values",
+            "float32",
+            Some(entries),
+            &mut self.logprob_values,
+        )?;
 
         let rising = self.offsets.windows(2).all(|pair| pair[0] <= pair[1]);
         let (first, last) = (self.offsets[0], self.offsets[samples]);
@@ -72,17 +111,19 @@ impl ResultReader {
                  they begin with {first} and end with {last}"
             )));
         }
-        let bad = |&token: &i32| u32::try_from(token).is_ok_and(|token| token < vocab_size);
-        if let Some(token) = self.logprob_tokens.iter().find(|token| !bad(token)) {
+        let mut tokens = self.logprob_tokens.iter();
+        if let Some(token) = tokens.find(|&&token| in_vocabulary(token, vocab_size).is_none()) {
             return Err(outside("logprobs.token_ids", *token, vocab_size));
         }
-        out.logprob_offsets.extend(self.offsets.iter().map(|&offset| offset as u32));
-        out.logprobs.extend(self.logprob_tokens.iter().zip(&self.logprob_values).map(
-            |(&token, &logprob)| TokenLogprob {
-                token: token as u32,
-                logprob,
-            },
-        ));
+        out.logprob_offsets
+            .extend(self.offsets.iter().map(|&offset| offset as u32));
+        out.logprobs
+            .extend(self.logprob_tokens.iter().zip(&self.logprob_values).map(
+                |(&token, &logprob)| TokenLogprob {
+                    token: token as u32,
+                    logprob,
+                },
+            ));
         Ok(())
     }
 }
@@ -113,12 +154,22 @@ fn copy_into<T: Element + Default + Clone>(
 /// Says what was wanted and what came.
 fn wrong_array(array: &Bound<'_, PyAny>, name: &str, dtype: &str) -> PyErr {
     let came = match PyUntypedBuffer::get(array) {
-        Err(_) => format!("a {}", array.get_type().name().map_or("?".into(), |n| n.to_string())),
+        Err(_) => format!(
+            "a {}",
+            array
+                .get_type()
+                .name()
+                .map_or("?".into(), |n| n.to_string())
+        ),
         Ok(buffer) => format!(
             "{} dimension(s) of format '{}', {}",
             buffer.dimensions(),
             buffer.format().to_string_lossy(),
-            if buffer.is_c_contiguous() { "contiguous" } else { "not contiguous" },
+            if buffer.is_c_contiguous() {
+                "contiguous"
+            } else {
+                "not contiguous"
+            },
         ),
     };
     PyTypeError::new_err(format!(
@@ -126,15 +177,16 @@ fn wrong_array(array: &Bound<'_, PyAny>, name: &str, dtype: &str) -> PyErr {
     ))
 }
 
-fn tokens_into(tokens: &[i32], name: &str, vocab_size: u32, into: &mut Vec<u32>) -> PyResult<()> {
-    into.clear();
-    for &token in tokens {
-        match u32::try_from(token) {
-            Ok(id) if id < vocab_size => into.push(id),
-            _ => return Err(outside(name, token, vocab_size)),
-        }
-    }
-    Ok(())
+fn in_vocabulary(token: i32, vocab_size: u32) -> Option<u32> {
+    u32::try_from(token).ok().filter(|&id| id < vocab_size)
+}
+
+/// The sequence that a sample scores.
+fn sequence_of(plan: &StepPlan, sample: usize) -> usize {
+    let token = plan.logits_indices[sample];
+    plan.query_start_loc
+        .partition_point(|&start| start <= token)
+        - 1
 }
 
 fn outside(name: &str, token: i32, vocab_size: u32) -> PyErr {
