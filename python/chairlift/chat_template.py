@@ -6,12 +6,13 @@ transformers gives it (``raise_exception``, ``strftime_now``, ``tojson``, loop c
 
 **The rule for control tokens.** What a template writes itself may become control tokens; what came
 with the request may not. Wherever the text of a control token begins in a message, a tool, a
-document or another argument, a *guard* (one noncharacter) is put behind its first character before
-rendering, so that a template may trim or cut as it likes. After rendering the guards break the
-match with the control tokens, and a normalizer removes them before the text is encoded as ordinary
-characters (:meth:`chairlift.tokenizer.Tokenizer.apply_chat_template`). A string that ends with the
-beginning of a control token gets a guard as well, so that two neighbours cannot form one. The
-guard characters themselves are escaped in the content, so every text passes unchanged.
+document or another argument, a *guard* (one character of Linear A) is put behind its first
+character before rendering, so that a template may trim or cut as it likes. After rendering the
+guards break the match with the control tokens, and a normalizer removes them before the text is
+encoded as ordinary characters (:meth:`chairlift.tokenizer.Tokenizer.apply_chat_template`). A string
+that ends with the beginning of a control token gets a guard as well, so that two neighbours cannot
+form one. The guard characters themselves are escaped in the content, so every text passes unchanged
+(but where a template writes JSON with ``ensure_ascii``, a broken control token shows its guard).
 
 Control tokens are the special ones, and those in brackets that the template names. An assistant's
 message may use the latter (``<think>``, ``<tool_call>``): they are the model's own words. ``role``
@@ -22,9 +23,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from itertools import pairwise
 
 import jinja2
 import jinja2.ext
@@ -37,14 +38,14 @@ from chairlift.errors import TokenizerError
 CONTENT_PART_SEPARATOR = "\n"
 """What joins the text parts of one message (vLLM's rule)."""
 
-GUARD = "\U0010fffe"
-"""Breaks the text of a control token; removed before encoding."""
-ESCAPE = "\U0010ffff"
+GUARD = "\U00010767"
+"""Breaks the text of a control token; removed before encoding. Printable, so ``repr`` keeps it."""
+ESCAPE = "\U00010766"
 """Begins an escaped literal guard or escape."""
 ESCAPED_GUARD = ESCAPE + "0"
 ESCAPED_ESCAPE = ESCAPE + "1"
 
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 
 
 class _TemplateRefusalError(jinja2.TemplateError):
@@ -71,7 +72,7 @@ def _strftime_now(format: str) -> str:
 
 
 def _tojson(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
@@ -127,7 +128,9 @@ class ChatTemplate:
         self._guard_special = _Guard(special)
         self._guard_all = _Guard(special | named)
 
-    def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, bool]:
+    def render(
+        self, messages: Sequence[Message], variables: Mapping[str, object]
+    ) -> tuple[str, bool]:
         """Render the prompt text; the flag says whether it holds guards and escapes.
 
         ``variables`` are further names for the template; those that hold the model's own control
@@ -149,7 +152,7 @@ class ChatTemplate:
                 }
                 for message in plain
             ]
-            variables = _map(variables, self._guard_all.apply)
+            variables = _map_items(variables, self._guard_all.apply)
         names = {
             key: value.text if isinstance(value, Trusted) else value
             for key, value in variables.items()
@@ -186,40 +189,37 @@ class _Guard:
     """Breaks the text of given control tokens."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
-        longest_first = sorted(tokens, key=len, reverse=True)
-        # Every place where a token begins, overlapping ones too. `(?!)` never matches.
-        starts = "|".join(map(re.escape, longest_first)) or "(?!)"
-        self._start = re.compile(f"(?={starts})(.)", re.DOTALL)
-        self._beginnings = {token[:end] for token in tokens for end in range(1, len(token))}
-        self._longest = max(map(len, longest_first), default=0)
+        self._tokens = tuple(tokens)
+        firsts = "".join(sorted({re.escape(token[0]) for token in self._tokens}))
+        self._first = re.compile(f"[{firsts}]" if firsts else "(?!)")  # `(?!)` never matches
+        self._beginnings = {token[:end] for token in self._tokens for end in range(1, len(token))}
+        self._longest = max(map(len, self._tokens), default=0)
 
-    def _end_beginning(self, text: str) -> int:
-        """Where a token begins that the end of the text (spaces aside) cuts off; -1 if none does."""
+    def _places(self, text: str) -> Iterator[int]:
+        """Where a control token begins, or one that the end of the text (spaces aside) cuts off."""
         end = len(text.rstrip())
-        for begin in range(max(0, end - self._longest), end):
-            if text[begin:end] in self._beginnings:
-                return begin
-        return -1
+        for match in self._first.finditer(text):
+            begin = match.start()
+            if text.startswith(self._tokens, begin) or (
+                end - begin < self._longest and text[begin:end] in self._beginnings
+            ):
+                yield begin
 
     def is_needed(self, text: str) -> bool:
         """Whether the text holds a control token, or ends with the beginning of one."""
-        return self._start.search(text) is not None or self._end_beginning(text) >= 0
+        return next(self._places(text), None) is not None
 
     def apply(self, text: str) -> str:
-        """Escape literal guards, then break every control token with a guard."""
-        begin = self._end_beginning(text)
-        if begin >= 0:
-            ends = [text[: begin + 1], text[begin + 1 :]]
-        else:
-            ends = [text]
-        return GUARD.join(self._start.sub(rf"\1{GUARD}", _escape(end)) for end in ends)
+        """Escape literal guards; put a guard behind the first character of each control token."""
+        cuts = [0, *(place + 1 for place in self._places(text)), len(text)]
+        return GUARD.join(_escape(text[begin:end]) for begin, end in pairwise(cuts))
 
 
 def _escape(text: str) -> str:
     return text.replace(ESCAPE, ESCAPED_ESCAPE).replace(GUARD, ESCAPED_GUARD)
 
 
-def _any_string(value: Any, check: Callable[[str], bool]) -> bool:
+def _any_string(value: object, check: Callable[[str], bool]) -> bool:
     """Whether any string inside plain JSON data passes ``check``."""
     if isinstance(value, str):
         return check(value)
@@ -230,18 +230,22 @@ def _any_string(value: Any, check: Callable[[str], bool]) -> bool:
     return False
 
 
-def _map(value: Any, change: Callable[[str], str]) -> Any:
+def _map(value: object, change: Callable[[str], str]) -> object:
     """Plain JSON data with every string (keys too) changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {_map(key, change): _map(item, change) for key, item in value.items()}
+        return _map_items(value, change)
     if isinstance(value, list | tuple):
         return [_map(item, change) for item in value]
     return value
 
 
-def _plain_message(index: int, message: Message) -> dict[str, Any]:
+def _map_items(mapping: Mapping[str, object], change: Callable[[str], str]) -> dict[str, object]:
+    return {change(key): _map(item, change) for key, item in mapping.items()}
+
+
+def _plain_message(index: int, message: Message) -> dict[str, object]:
     """Join text parts, make null content empty, drop other nulls.
 
     Many templates crash on a null or print it as ``None``.
@@ -260,9 +264,9 @@ def _plain_message(index: int, message: Message) -> dict[str, Any]:
     return plain | {"content": content}
 
 
-def _part_text(index: int, part: Any) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind != "text":
+def _part_text(index: int, part: object) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         raise _bad_message(index, f"has a content part of type {kind}: only text is supported")
     text = part.get("text")
     if not isinstance(text, str):

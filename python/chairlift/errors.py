@@ -15,7 +15,7 @@ class ChairliftError(Exception):
 class TokenizerError(ChairliftError, ValueError):
     """A tokenizer or chat template is missing, unsupported, or refused its input.
 
-    Codes: ``tokenizer_not_found``, ``bad_tokenizer``, ``unsupported_tokenizer``, ``bad_token_id``,
-    ``no_chat_template``, ``bad_chat_template``, ``chat_template_refused`` (the template's own
-    words), ``chat_template_failed``, ``bad_chat_messages``.
+    Codes: ``tokenizer_not_found``, ``bad_tokenizer``, ``unsupported_tokenizer``, ``bad_text``,
+    ``bad_token_id``, ``no_chat_template``, ``bad_chat_template``, ``chat_template_refused`` (the
+    template's own words), ``chat_template_failed``, ``bad_chat_messages``.
     """
