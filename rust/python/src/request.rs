@@ -1,5 +1,6 @@
 //! Requests as Python hands them over: read once, then plain Rust.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use chairlift_core::request::{NewRequest, RequestId, SamplingParams, StopParams};
@@ -27,7 +28,7 @@ struct ParamsView {
     ignore_eos: bool,
     skip_special_tokens: bool,
     logprobs: Option<u32>,
-    logit_bias: Vec<(u32, f32)>,
+    logit_bias: BTreeMap<u32, f32>,
 }
 
 /// A request that can be checked and submitted, any number of times: each submission is a new one.
@@ -77,7 +78,7 @@ impl Request {
                     presence_penalty: params.presence_penalty,
                     frequency_penalty: params.frequency_penalty,
                     seed,
-                    logit_bias: params.logit_bias,
+                    logit_bias: params.logit_bias.into_iter().collect(),
                     logprobs: params.logprobs,
                 },
                 stop: StopParams {
