@@ -242,12 +242,13 @@ class ScriptedExecutor(BlockingExecutor):
         if callable(script):
             return script(sample)
         output = _tokens(script)
+        output += (self.eos_token_id,) * (sample.output_index + 1 - len(output))
         made = tuple(sample.history[len(sample.history) - sample.output_index :])
         if made != output[: sample.output_index]:
             raise PlanError(
                 f"the KV pool has {made} as output, but {output[: sample.output_index]} was sampled"
             )
-        return output[sample.output_index] if sample.output_index < len(output) else self.eos_token_id
+        return output[sample.output_index]
 
     def _fails(self, sample: Sample) -> bool:
         header = _longest_header(self._fail_rows, sample.history)
