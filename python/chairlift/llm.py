@@ -183,7 +183,7 @@ class LLM:
 
     def _run(self, pending: list[_Pending], *, use_tqdm: bool) -> list[RequestOutput]:
         """Feed the engine as its queue has room, and collect until all have ended."""
-        from tqdm.auto import tqdm  # noqa: PLC0415
+        from tqdm.auto import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
 
         client = self._engine.client
         waiting = deque(pending)
@@ -192,8 +192,8 @@ class LLM:
             try:
                 self._feed(waiting, live, len(waiting))
                 while live:
-                    # As long as prompts wait outside, every iteration may make room; later only ends
-                    # are of interest.
+                    # As long as prompts wait outside, every iteration may make room; later only
+                    # ends are of interest.
                     batch = client.wait(until_end=not waiting)
                     if batch is None:
                         continue
