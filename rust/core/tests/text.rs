@@ -439,6 +439,24 @@ fn stops_count_if_they_complete_after_min_tokens() {
 }
 
 #[test]
+fn what_cannot_become_a_stop_is_sent_at_once_before_min_tokens_too() {
+    let mut state = TextState::new(stops(&["beta", "eta ray"], StopText::Excluded));
+    let mut push = |text: &str| {
+        let mut delta = String::new();
+        assert_eq!(state.push(text.as_bytes(), false, &mut delta), None);
+        delta
+    };
+    let deltas = [
+        push("a be"),
+        push("ta"),
+        push(" r"),
+        push("x"),
+        push("beta"),
+    ];
+    assert_eq!(deltas, ["a ", "b", "", "eta rx", "b"]);
+}
+
+#[test]
 fn children_share_the_strings_but_not_the_search() {
     let stops = stops(&["ab"], StopText::Excluded);
     let (mut first, mut text) = (TextState::new(stops), String::new());
