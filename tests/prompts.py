@@ -1,10 +1,11 @@
-"""Twenty prompts of many kinds, for tests that compare tokens: questions, code, digits, scripts, emoji."""
+"""Twenty prompts of many kinds: questions, code, digits, several scripts, emoji."""
 
 from __future__ import annotations
 
 _VILLAGE = (
     "The cable car was built in {year}, when the village had {people} people and one road. "
-    "Every morning the {thing} went up before the first visitors, and every evening it came down again. "
+    "Every morning the {thing} went up before the first visitors, "
+    "and every evening it came down again. "
 )
 _THINGS = ("milk", "post", "bread", "coal", "school bell", "piano", "new window", "old dog")
 _STORY = "".join(
@@ -12,7 +13,8 @@ _STORY = "".join(
     for i in range(14)
 )
 _RECORDS = "\n".join(
-    f"{i:03d}, {(i * 7919) % 1000:>4}, {(i * i * 31) % 97:>3}, row-{chr(97 + i % 26)}" for i in range(40)
+    f"{i:03d}, {(i * 7919) % 1000:>4}, {(i * i * 31) % 97:>3}, row-{chr(97 + i % 26)}"
+    for i in range(40)
 )
 _CODE = '''\
 def checksum(data: bytes, modulus: int = 65521) -> int:
@@ -60,9 +62,9 @@ SHORT_PROMPTS = (
     "3.14159265358979",
     "Die Bergbahn fährt heute nicht, weil",
     "Le matin, la montagne est",
-    "Сегодня утром на горе",
+    "Сегодня утром на горе",  # noqa: RUF001
     "山の上のホテルは",
-    "今天的天气很好，我们",
+    "今天的天气很好，我们",  # noqa: RUF001
     "في الصباح الباكر",
     "🎿🏔️ + ☕ = ",
     "<|im_start|>user\nName three mountains.<|im_end|>\n<|im_start|>assistant\n",

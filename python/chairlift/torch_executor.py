@@ -89,8 +89,8 @@ class TorchExecutor(BlockingExecutor):
         )
         if self.kv_pool.max_model_len < longest:
             logger.warning(
-                "max_model_len is lowered from %d to the %d tokens that the KV cache holds; give it "
-                "more memory for longer sequences",
+                "max_model_len is lowered from %d to the %d tokens that the KV cache holds; give "
+                "it more memory for longer sequences",
                 longest,
                 self.kv_pool.max_model_len,
             )

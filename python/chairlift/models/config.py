@@ -1,7 +1,7 @@
 """What a model is made of, read from a Hugging Face ``config.json`` and validated.
 
-One decoder (:mod:`chairlift.models.llama`) serves every supported architecture; what differs between
-them is said here in plain settings, so that the decoder never asks for a model's name.
+One decoder (:mod:`chairlift.models.llama`) serves every supported architecture; what differs
+between them is said here in plain settings, so that the decoder never asks for a model's name.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def _refuse_unsupported(values: _Values) -> None:
 
 
 def _rope(values: _Values) -> RopeConfig:
-    """Read either form: ``rope_theta`` and ``rope_scaling``, or transformers 5's ``rope_parameters``."""
+    """Read ``rope_theta`` and ``rope_scaling``, or transformers 5's ``rope_parameters``."""
     scaling = values.table("rope_parameters") or values.table("rope_scaling")
     rope = _Values(scaling, values.path)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -279,7 +279,7 @@ def _eos_token_ids(values: dict[str, Any], generation: dict[str, Any]) -> tuple[
     return tuple(dict.fromkeys(both))
 
 
-def _token_ids(value: Any) -> list[int]:
+def _token_ids(value: int | list[int] | None) -> list[int]:
     if value is None:
         return []
     return [int(token) for token in (value if isinstance(value, list) else [value])]

@@ -1,9 +1,9 @@
 """The decoder: Llama and the families that differ from it only in their configuration.
 
-Plain functions over tensors, no ``nn.Module``: a decode step of a small model is some 240 short calls,
-and what Python spends between them is time the model is not running. Per layer: norm, fused qkv,
-attention (which rotates and writes the cache), output projection, norm, fused gate and up, SwiGLU,
-down projection. The residual is added inside the norms.
+Plain functions over tensors, no ``nn.Module``: a decode step of a small model is some 240 short
+calls, and what Python spends between them is time the model is not running. Per layer: norm, fused
+qkv, attention (which rotates and writes the cache), output projection, norm, fused gate and up,
+SwiGLU, down projection. The residual is added inside the norms.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class LlamaModel:
     def __init__(self, config: ModelConfig, weights: Checkpoint, max_model_len: int) -> None:
         """Take all weights out of the checkpoint.
 
-        A tied embedding is kept twice where weights are packed: as the table that token ids look up,
-        and packed as the output layer, which reads all of it at every step.
+        A tied embedding is kept twice where weights are packed: as the table that token ids look
+        up, and packed as the output layer, which reads all of it at every step.
 
         Raises:
             WeightsError: a tensor is missing, of the wrong shape, or has no place in the model.
@@ -150,8 +150,8 @@ def _load_layer(
 def rope_tables(rope: RopeConfig, head_dim: int, max_position: int) -> tuple[Tensor, Tensor]:
     """Return (cos, sin) of every position, fp32 ``[max_position, head_dim / 2]`` each.
 
-    Su et al. 2021; ``llama3`` stretches the slow frequencies by ``factor``, leaves the fast ones, and
-    interpolates between (Meta's ``apply_scaling`` in llama-models, ``reference_impl/model.py``).
+    Su et al. 2021; ``llama3`` stretches the slow frequencies by ``factor``, leaves the fast ones,
+    and interpolates between (``apply_scaling`` in Meta's llama-models).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / rope.theta**exponents

@@ -1,8 +1,9 @@
 """Reading a model's tensors from safetensors, one at a time and each exactly once.
 
-The files are mapped, not read: a tensor's bytes are touched when it is taken, and converted straight
-into the tensor that will be kept. Parts of a fused weight (q, k, v; gate, up) are copied into their rows
-of it. So loading needs the finished model plus one layer, never a second copy of the whole.
+The files are mapped, not read: a tensor's bytes are touched when it is taken, and converted
+straight into the tensor that will be kept. Parts of a fused weight (q, k, v; gate, up) are copied
+into their rows of it. So loading needs the finished model plus one layer, never a second copy of
+the whole.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from chairlift.errors import ModelFileError, WeightsError
 
@@ -24,6 +26,14 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 """Buffers of old checkpoints that follow from the configuration."""
+
+
+class _TensorFile(Protocol):
+    """An open safetensors file."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
 
 
 class Checkpoint:
@@ -37,7 +47,7 @@ class Checkpoint:
         """
         self._directory = directory
         self._dtype = dtype
-        self._sources: dict[str, Any] = {}  # name -> open file that holds it
+        self._sources: dict[str, _TensorFile] = {}  # name -> open file that holds it
         for path in _files(directory):
             file = _open(path)
             self._sources.update(dict.fromkeys(file.keys(), file))
@@ -71,8 +81,8 @@ class Checkpoint:
         """Raise :class:`WeightsError` if the checkpoint holds tensors that nothing asked for."""
         if self._left:
             raise WeightsError(
-                f"{self._directory} holds {len(self._left)} tensors that its config.json has no place for "
-                f"({_some(self._left)}); check that config.json belongs to these weights"
+                f"{self._directory} holds {len(self._left)} tensors that its config.json has no "
+                f"place for ({_some(self._left)}); check that config.json belongs to these weights"
             )
 
     def _copy(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Tensor:
@@ -88,19 +98,19 @@ class Checkpoint:
         file = self._sources.get(name)
         if file is None:
             raise WeightsError(
-                f"{self._directory} has no tensor {name} (of shape {list(shape)}); check that config.json "
-                "belongs to these weights and that all files were fetched"
+                f"{self._directory} has no tensor {name} (of shape {list(shape)}); check that "
+                "config.json belongs to these weights and that all files were fetched"
             )
-        tensor: Tensor = file.get_tensor(name)
+        tensor = file.get_tensor(name)
         if list(tensor.shape) != list(shape):
             raise WeightsError(
-                f"tensor {name} of {self._directory} has shape {list(tensor.shape)}, but config.json asks for "
-                f"{list(shape)}; check that config.json belongs to these weights"
+                f"tensor {name} of {self._directory} has shape {list(tensor.shape)}, but "
+                f"config.json asks for {list(shape)}; check that it belongs to these weights"
             )
         if not tensor.is_floating_point():
             raise WeightsError(
-                f"tensor {name} of {self._directory} is {str(tensor.dtype).removeprefix('torch.')}; only "
-                "checkpoints in floating point are supported"
+                f"tensor {name} of {self._directory} is of type {tensor.dtype}; only checkpoints "
+                "in floating point are supported"
             )
         self._left.discard(name)
         return tensor
@@ -118,7 +128,8 @@ def _files(directory: Path) -> list[Path]:
         ]
         hint = f" (it has {_some(others)})" if others else ""
         raise ModelFileError(
-            f"{directory} has neither {_SINGLE} nor {_INDEX}{hint}; give a model in safetensors format"
+            f"{directory} has neither {_SINGLE} nor {_INDEX}{hint}; give a model in safetensors "
+            "format"
         )
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -133,15 +144,15 @@ def _files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _open(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
+def _open(path: Path) -> _TensorFile:
     try:
-        return safe_open(path, framework="pt")
+        file: _TensorFile = safe_open(path, framework="pt")
+        return file
     except (SafetensorError, OSError) as error:
         size = path.stat().st_size
         raise ModelFileError(
-            f"{path} ({size} bytes) is truncated or not a safetensors file ({error}); fetch it again"
+            f"{path} of {size:,} bytes is truncated or not a safetensors file ({error}); fetch it "
+            "again"
         ) from error
 
 
