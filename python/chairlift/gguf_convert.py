@@ -48,10 +48,8 @@ def convert_gguf(source: Path, directory: Path) -> None:
     try:
         reader = GGUFReader(source)
     except (ValueError, IndexError, KeyError) as error:
-        raise ModelFileError(
-            f"{source} is not a readable GGUF file ({error}); fetch it again"
-        ) from error
-    kind = [_field(reader, f"{key}") for key in ("general.architecture", "tokenizer.ggml.pre")]
+        raise ModelFileError(f"{source} is not a GGUF file ({error}); fetch it again") from error
+    kind = [_field(reader, key) for key in ("general.architecture", "tokenizer.ggml.pre")]
     if kind != ["llama", "smollm"]:
         raise ModelFileError(
             f"{source} is a GGUF of the kind {kind}; only llama with smollm is converted"
