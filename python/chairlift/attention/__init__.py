@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from chairlift.attention.cpu import CpuBackend
 from chairlift.attention.interface import (
     AttentionBackend,
     AttentionError,
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 _BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
-    "cpu": ReferenceBackend,  # until the Rust kernel lands
+    "cpu": CpuBackend,
     "reference": ReferenceBackend,
 }
 

@@ -1,5 +1,22 @@
 //! Python bindings of Chairlift: the private module `chairlift._core`.
 
+mod kernels;
+
 /// The extension module.
 #[pyo3::pymodule]
-mod _core {}
+mod _core {
+    #[pymodule_export]
+    use super::kernels::AttentionBatch;
+    #[pymodule_export]
+    use super::kernels::AttentionLayer;
+    #[pymodule_export]
+    use super::kernels::add_rms_norm;
+    #[pymodule_export]
+    use super::kernels::attention_forward;
+    #[pymodule_export]
+    use super::kernels::kernel_pool;
+    #[pymodule_export]
+    use super::kernels::silu_and_mul;
+    #[pymodule_export]
+    use super::kernels::use_openmp;
+}
