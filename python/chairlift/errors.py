@@ -6,10 +6,54 @@ from __future__ import annotations
 class ChairliftError(Exception):
     """Base of all errors that Chairlift raises on purpose."""
 
-    def __init__(self, message: str, *, code: str) -> None:
+    code: str = "internal_error"
+    """Stable name of the kind of error; a class has a default, an error may be more precise."""
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
         """Keep the message for people and the stable name for programs."""
         super().__init__(message)
-        self.code = code
+        if code is not None:
+            self.code = code
+
+
+class ConfigError(ChairliftError, ValueError):
+    """Settings that cannot work, alone or together."""
+
+    code = "invalid_config"
+
+
+class InvalidRequestError(ChairliftError, ValueError):
+    """A request that can never run as it is. Nothing of it is left in the engine.
+
+    Codes: ``invalid_parameter``, ``invalid_prompt``, ``empty_prompt``, ``token_out_of_range``,
+    ``no_reservation``, and those of stop strings.
+    """
+
+    code = "invalid_request"
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt leaves no room for an output token in the longest sequence the engine runs."""
+
+    code = "context_length_exceeded"
+
+
+class QueueFullError(ChairliftError):
+    """The waiting queue is full; the same request may be taken later."""
+
+    code = "queue_full"
+
+
+class RequestFailedError(ChairliftError):
+    """The executor failed on this request, or on a step it was in. The engine goes on."""
+
+    code = "request_failed"
+
+
+class EngineDeadError(ChairliftError):
+    """The engine has ended: it was shut down, or nothing can run steps any more."""
+
+    code = "engine_dead"
 
 
 class TokenizerError(ChairliftError, ValueError):
@@ -19,3 +63,41 @@ class TokenizerError(ChairliftError, ValueError):
     ``bad_token_id``, ``no_chat_template``, ``bad_chat_template``, ``chat_template_refused`` (the
     template's own words), ``chat_template_failed``, ``bad_chat_messages``.
     """
+
+    code = "tokenizer_error"
+
+
+class ModelError(ChairliftError, ValueError):
+    """A model cannot be found, read or run."""
+
+    code = "model_error"
+
+
+class ModelNotFoundError(ModelError):
+    """No directory, known name or hub repository of the given name."""
+
+    code = "model_not_found"
+
+
+class DownloadError(ModelError):
+    """A model could not be fetched, or what arrived is not what was published."""
+
+    code = "model_download_failed"
+
+
+class ModelFileError(ModelError):
+    """A file of a model directory is missing, truncated or malformed."""
+
+    code = "model_file_invalid"
+
+
+class UnsupportedModelError(ModelError):
+    """The model's architecture, or a setting of it, is not supported."""
+
+    code = "model_unsupported"
+
+
+class WeightsError(ModelError):
+    """A tensor is missing, has the wrong shape, or belongs to no part of the model."""
+
+    code = "model_weights_invalid"
