@@ -1,1 +1,74 @@
 """Chairlift: a language-model serving engine with a gatekeeper."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from chairlift.async_engine import AsyncEngine, DeltaStream
+    from chairlift.errors import (
+        ChairliftError,
+        ConfigError,
+        ContextLengthError,
+        EngineDeadError,
+        InvalidRequestError,
+        QueueFullError,
+        RequestFailedError,
+    )
+    from chairlift.llm import LLM
+    from chairlift.outputs import CompletionOutput, Delta, Logprob, RequestOutput, RequestStats
+    from chairlift.sampling import SamplingParams
+
+# Loaded when first asked for: importing chairlift costs next to nothing.
+_HOMES = {
+    "AsyncEngine": "async_engine",
+    "ChairliftError": "errors",
+    "CompletionOutput": "outputs",
+    "ConfigError": "errors",
+    "ContextLengthError": "errors",
+    "Delta": "outputs",
+    "DeltaStream": "async_engine",
+    "EngineDeadError": "errors",
+    "InvalidRequestError": "errors",
+    "LLM": "llm",
+    "Logprob": "outputs",
+    "QueueFullError": "errors",
+    "RequestFailedError": "errors",
+    "RequestOutput": "outputs",
+    "RequestStats": "outputs",
+    "SamplingParams": "sampling",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "ChairliftError",
+    "CompletionOutput",
+    "ConfigError",
+    "ContextLengthError",
+    "Delta",
+    "DeltaStream",
+    "EngineDeadError",
+    "InvalidRequestError",
+    "Logprob",
+    "QueueFullError",
+    "RequestFailedError",
+    "RequestOutput",
+    "RequestStats",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its module."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'chairlift' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(f"chairlift.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted(__all__)

@@ -1,22 +1,41 @@
 //! Python bindings of Chairlift: the private module `chairlift._core`.
+//!
+//! Two threads meet here. The scheduler thread (`scheduler_thread`) owns the core and never attaches to
+//! Python; the executor thread (`executor_thread`) is a Python thread that runs steps. Plans go over in
+//! memory that both can see (`plan_memory`, `plan_views`), results come back as arrays (`step_result`),
+//! and clients take everything an iteration has to say in one batch (`delivery`, `batch`, `client`).
+//!
+//! No Python call and no drop of a Python object happens under a lock.
 
+mod batch;
+mod client;
+mod command;
+mod delivery;
+mod engine;
+mod errors;
+mod executor_thread;
 mod kernels;
+mod metrics;
+mod plan_memory;
+mod plan_views;
+mod request;
+mod scheduler_thread;
+mod step_result;
 
 /// The extension module.
 #[pyo3::pymodule]
 mod _core {
     #[pymodule_export]
-    use super::kernels::AttentionBatch;
+    use crate::batch::{Delta, Ended, OutputBatch};
     #[pymodule_export]
-    use super::kernels::AttentionLayer;
+    use crate::client::{EngineClient, Reservation};
     #[pymodule_export]
-    use super::kernels::add_rms_norm;
+    use crate::engine::EngineCore;
     #[pymodule_export]
-    use super::kernels::attention_forward;
+    use crate::kernels::{
+        AttentionBatch, AttentionLayer, add_rms_norm, attention_forward, kernel_pool, silu_and_mul,
+        use_openmp,
+    };
     #[pymodule_export]
-    use super::kernels::kernel_pool;
-    #[pymodule_export]
-    use super::kernels::silu_and_mul;
-    #[pymodule_export]
-    use super::kernels::use_openmp;
+    use crate::request::Request;
 }

@@ -1,0 +1,330 @@
+"""``AsyncEngine``: requests as streams of deltas on an event loop (asyncio or uvloop).
+
+The loop watches one descriptor, which is readable once per iteration at most, however many requests
+run; the callback moves what an iteration said into one inbox per request. A reader that is slow finds
+several iterations merged into one delta.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self, Unpack
+
+from chairlift import _core
+from chairlift.engine import DEFAULT_MODEL, EngineArgs, EngineOptions, LocalEngine, check_params
+from chairlift.errors import ChairliftError, ConfigError, EngineDeadError
+from chairlift.outputs import (
+    Delta,
+    PositionLogprobs,
+    RequestStats,
+    failure,
+    position_logprobs,
+    stop_reason,
+)
+from chairlift.prompts import ParsedPrompt, parse_prompt
+
+if TYPE_CHECKING:
+    from chairlift.engine import TokenizerLike
+    from chairlift.prompts import Prompt
+    from chairlift.sampling import SamplingParams
+
+_INLINE_CHARACTERS = 2_000
+"""A prompt up to this long is tokenised on the loop: handing it to a thread would cost more."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What one answer has to say since it was last read."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """Where the loop's callback leaves the news of one request."""
+
+    stop_strings: tuple[str, ...]
+    answers: dict[int, _Answer] = field(default_factory=dict)
+    """By index, the one with the oldest news first."""
+    reader: asyncio.Future[None] | None = None
+    """Who waits for news."""
+    has_ended: bool = False
+    error: ChairliftError | None = None
+    stats: RequestStats | None = None
+
+    def put(self, delta: _core.Delta, engine: LocalEngine) -> None:
+        """Merge a delta into what has not been read."""
+        answer = self.answers.get(delta.index)
+        if answer is None:
+            answer = self.answers[delta.index] = _Answer()
+        answer.text.append(delta.text)
+        answer.token_ids += delta.token_ids
+        logprobs = position_logprobs(delta, engine.decode_token)
+        if logprobs is not None:
+            answer.logprobs = (answer.logprobs or []) + logprobs
+        if delta.finish_reason is not None:
+            answer.finish_reason = delta.finish_reason
+            answer.stop_reason = stop_reason(delta, self.stop_strings)
+            self.error = self.error or failure(delta)
+
+    def end(self, error: ChairliftError | None = None) -> None:
+        """No more news will come."""
+        self.has_ended = True
+        self.error = self.error or error
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the reader look."""
+        if self.reader is not None and not self.reader.done():
+            self.reader.set_result(None)
+
+
+class DeltaStream:
+    """The deltas of one request, as an asynchronous iterator.
+
+    The request is submitted when the first delta is asked for. Cancelling that wait, :meth:`aclose`,
+    or dropping the stream (as leaving an ``async for`` does) aborts the request.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, prompt: Prompt, params: SamplingParams, request_id: str
+    ) -> None:
+        """Made by :meth:`AsyncEngine.generate`."""
+        self.request_id = request_id
+        self.stats: RequestStats | None = None
+        """What the request cost; known when it has ended."""
+        self.seed: int | None = None
+        """Key of the random stream, given or drawn; known when it is submitted."""
+        self._engine = engine
+        self._prompt: Prompt | None = prompt
+        self._params = params
+        self._inbox: _Inbox | None = None
+        self._core_id: int | None = None
+        """The engine's name for the request while it is live."""
+
+    def __aiter__(self) -> Self:
+        """Return itself: the stream can be read once."""
+        return self
+
+    async def __anext__(self) -> Delta:
+        """Wait for news.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter cannot be used (first delta only).
+            QueueFullError: the waiting queue is full (first delta only).
+            RequestFailedError: the executor failed on the request.
+            EngineDeadError: the engine has ended.
+        """
+        if self._prompt is not None:
+            prompt, self._prompt = self._prompt, None
+            self._core_id, self.seed, self._inbox = await self._engine._submit(
+                prompt, self._params
+            )
+        inbox = self._inbox
+        if inbox is None:
+            raise StopAsyncIteration
+        while not inbox.answers and not inbox.has_ended:
+            inbox.reader = asyncio.get_running_loop().create_future()
+            try:
+                await inbox.reader
+            except BaseException:
+                self._abort()
+                raise
+            finally:
+                inbox.reader = None
+        delta = self._next_delta(inbox)
+        if delta is not None:
+            return delta
+        self._core_id = None
+        self._inbox = None
+        self.stats = inbox.stats
+        if inbox.error is not None:
+            raise inbox.error
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Abort the request if it is live; idempotent."""
+        self._abort()
+
+    def __del__(self) -> None:
+        """Abort a request that nobody reads any more."""
+        self._abort()
+
+    def _abort(self) -> None:
+        self._prompt = None
+        self._inbox = None
+        core_id, self._core_id = self._core_id, None
+        if core_id is not None:
+            self._engine._abandon(core_id)
+
+    def _next_delta(self, inbox: _Inbox) -> Delta | None:
+        """Take the oldest news, if any. An end by error without text is told by the exception."""
+        while inbox.answers:
+            index = next(iter(inbox.answers))
+            answer = inbox.answers.pop(index)
+            if answer.finish_reason == "error" and not answer.token_ids:
+                continue
+            return Delta(
+                request_id=self.request_id,
+                index=index,
+                text="".join(answer.text),
+                token_ids=answer.token_ids,
+                finish_reason=answer.finish_reason,
+                stop_reason=answer.stop_reason,
+                logprobs=answer.logprobs,
+            )
+        return None
+
+
+class AsyncEngine:
+    """A model, loaded and ready to stream many requests at once on one event loop.
+
+    ``model`` is a local Hugging Face directory, ``smollm2-135m``, or a hub id; for the options see
+    :class:`chairlift.engine.EngineArgs`. ``isolation`` is where the engine runs: ``thread``, in
+    threads of this process.
+
+    Raises:
+        ConfigError: the settings cannot work.
+        ModelError: the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        isolation: Literal["thread", "process"] = "thread",
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        """Load the model and start the engine."""
+        if isolation != "thread":
+            raise ConfigError(
+                f"isolation {isolation!r} is not available yet; use isolation='thread'"
+            )
+        self._engine = LocalEngine(EngineArgs(model=model, **options))
+        self._client = self._engine.client
+        self._inboxes: dict[int, _Inbox] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._names = itertools.count()
+        self._tokenising = ThreadPoolExecutor(1, thread_name_prefix="chairlift-tokenise")
+
+    @property
+    def tokenizer(self) -> TokenizerLike:
+        """The model's tokenizer."""
+        return self._engine.tokenizer
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """The numbers the engine runs with, after validation."""
+        return self._engine.limits
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> DeltaStream:
+        """Stream one request: ``async for delta in engine.generate(...)``.
+
+        ``request_id`` only names the request in its deltas; it need not be unique. What can be raised
+        is said at :meth:`DeltaStream.__anext__`.
+
+        Raises:
+            InvalidRequestError: ``sampling_params`` is something else.
+        """
+        name = f"request-{next(self._names)}" if request_id is None else request_id
+        return DeltaStream(self, prompt, check_params(sampling_params), name)
+
+    def metrics(self) -> dict[str, int]:
+        """Counters and gauges of the engine.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        return self._client.metrics()
+
+    async def shutdown(self) -> None:
+        """Stop the engine; idempotent. Live requests end with an ``abort`` delta."""
+        await asyncio.to_thread(self._engine.shutdown)
+        if self._loop is asyncio.get_running_loop():
+            self._loop.remove_reader(self._client.fileno())
+        self._loop = None
+        self._deliver()
+        self._tokenising.shutdown(wait=False, cancel_futures=True)
+
+    async def __aenter__(self) -> Self:
+        """Enter a context that ends with :meth:`shutdown`."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Shut down."""
+        await self.shutdown()
+
+    async def _submit(self, prompt: Prompt, params: SamplingParams) -> tuple[int, int, _Inbox]:
+        """Reserve, tokenise, submit; returns the core's id, the seed and where news will be."""
+        parsed = parse_prompt(prompt)
+        self._watch()
+        with self._client.reserve() as place:
+            tokens = await self._tokenise(parsed)
+            request, seed = self._engine.prepare(parsed, tokens, params)
+            core_id = self._client.submit(request, place)
+        inbox = self._inboxes[core_id] = _Inbox(params.stop_strings)
+        return core_id, seed, inbox
+
+    async def _tokenise(self, prompt: ParsedPrompt) -> list[int]:
+        if prompt.text is None:
+            return prompt.token_ids
+        if len(prompt.text) <= _INLINE_CHARACTERS:
+            return self.tokenizer.encode(prompt.text)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenising, self.tokenizer.encode, prompt.text)
+
+    def _abandon(self, core_id: int) -> None:
+        """Abort a request whose news nobody reads."""
+        self._inboxes.pop(core_id, None)
+        self._client.abort(core_id)
+
+    def _watch(self) -> None:
+        """Have the running loop wake up for output."""
+        loop = asyncio.get_running_loop()
+        if self._loop is loop or self._client.end_reason is not None:
+            return
+        if self._loop is not None and not self._loop.is_closed():
+            raise RuntimeError("this AsyncEngine is in use on another event loop")
+        self._loop = loop
+        loop.add_reader(self._client.fileno(), self._deliver)
+
+    def _deliver(self) -> None:
+        """Move everything that was published into the inboxes; the loop's one callback."""
+        batch = self._client.drain()
+        if batch is not None:
+            inboxes = self._inboxes
+            for delta in batch.deltas():
+                inbox = inboxes.get(delta.request_id)
+                if inbox is not None:
+                    inbox.put(delta, self._engine)
+                    inbox.wake()
+            for ended in batch.ended():
+                inbox = inboxes.pop(ended.request_id, None)
+                if inbox is not None:
+                    inbox.stats = RequestStats.from_core(ended)
+                    inbox.end()
+        reason = self._client.end_reason
+        if reason is not None and self._inboxes:
+            # The engine ended without an end for these.
+            left, self._inboxes = self._inboxes, {}
+            for inbox in left.values():
+                inbox.end(EngineDeadError(reason))

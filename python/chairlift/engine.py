@@ -1,0 +1,390 @@
+"""The engine in this process: settings, executor, scheduler thread, executor thread.
+
+:class:`~chairlift.LLM` and :class:`~chairlift.AsyncEngine` are two ways to talk to one
+:class:`LocalEngine`; both go through its ``client``, which a later engine in another process offers
+as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import random
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
+
+from chairlift import _core
+from chairlift.errors import ConfigError, InvalidRequestError
+from chairlift.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from chairlift.executor import Executor
+    from chairlift.prompts import ParsedPrompt
+    from chairlift.tokenizer import TokenTableData
+
+logger = logging.getLogger("chairlift")
+
+DEFAULT_MODEL = "smollm2-135m"
+_DEFAULT_NUM_KV_BLOCKS = 4_096
+_DEFAULT_MAX_MODEL_LEN = 8_192
+_JOIN_TIMEOUT_S = 10.0
+"""How long a shutdown waits for the step that is running."""
+
+
+class TokenizerLike(Protocol):
+    """What an engine needs of a tokenizer; :class:`chairlift.tokenizer.Tokenizer` is one."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest id + 1."""
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """Tokens that end an output."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+
+    def token_table(self, vocab_size: int = 0) -> TokenTableData:
+        """Bytes of every token, ``vocab_size`` at least."""
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **kwargs: object,
+    ) -> list[int]:
+        """Token ids of a chat."""
+
+
+class EngineOptions(TypedDict, total=False):
+    """The keyword arguments of ``LLM`` and ``AsyncEngine``; :class:`EngineArgs` explains them."""
+
+    tokenizer: TokenizerLike | str | None
+    executor: Executor | str | None
+    revision: str | None
+    dtype: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    long_prefill_token_threshold: int | None
+    block_size: int
+    num_kv_blocks: int | None
+    kv_cache_memory: int | None
+    enable_prefix_caching: bool
+    watermark_blocks: int | None
+    max_queued_requests: int
+    attention_backend: str
+    num_threads: int | None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArgs:
+    """Everything that can be chosen about an engine."""
+
+    model: str = DEFAULT_MODEL
+    """A local Hugging Face directory, ``smollm2-135m``, or a hub id."""
+    tokenizer: TokenizerLike | str | None = None
+    """A tokenizer or a directory that has one; None: the model's (or the executor's own)."""
+    executor: Executor | str | None = None
+    """An executor, or ``module:Class`` (see :func:`load_executor`); None: PyTorch on the CPU."""
+    revision: str | None = None
+    """Revision of a hub id."""
+    dtype: str = "auto"
+    """``float32``, ``bfloat16``, or ``auto``: what the machine computes natively."""
+    max_num_seqs: int = 256
+    """Most sequences that run at once."""
+    max_num_batched_tokens: int = 2_048
+    """Token budget of one iteration."""
+    max_model_len: int | None = None
+    """Longest sequence, prompt and output together; None: the model's own."""
+    long_prefill_token_threshold: int | None = None
+    """Longest prefill chunk of one sequence in one iteration; None: the token budget."""
+    block_size: int = 16
+    """Tokens a KV block holds."""
+    num_kv_blocks: int | None = None
+    """Blocks of the KV pool; None: from ``kv_cache_memory``."""
+    kv_cache_memory: int | None = None
+    """Bytes of the KV pool; None: a share of the memory that is available."""
+    enable_prefix_caching: bool = True
+    """Whether KV blocks are found again by their content."""
+    watermark_blocks: int | None = None
+    """Blocks that a newcomer leaves free while others run; None: one in a hundred."""
+    max_queued_requests: int = 4_096
+    """Most requests that wait; beyond it a submission is refused."""
+    attention_backend: str = "cpu"
+    """``cpu`` (the Rust kernel) or ``reference`` (plain PyTorch)."""
+    num_threads: int | None = None
+    """Threads of the forward pass; None: PyTorch's own choice."""
+    seed: int = 0
+    """Where the seeds of requests without one are drawn from."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSettings:
+    """``chairlift_core::config::Settings``, field by field."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    long_prefill_token_threshold: int | None
+    block_size: int
+    num_kv_blocks: int
+    enable_prefix_caching: bool
+    watermark_blocks: int | None
+    max_queued_requests: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class CoreVocabulary:
+    """``chairlift_core::Vocabulary``: token bytes, and the tokens that end an output."""
+
+    token_bytes: bytes
+    token_offsets: NDArray[np.int64]
+    special: NDArray[np.uint8]
+    eos_token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """An executor and the numbers it brings along."""
+
+    executor: Executor
+    tokenizer: TokenizerLike
+    vocab_size: int
+    num_kv_blocks: int
+    max_model_len: int
+
+
+class LocalEngine:
+    """An engine that runs in threads of this process, and the one client of it."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        """Load the model (unless an executor is given) and start both threads.
+
+        Raises:
+            ConfigError: the settings cannot work.
+            ModelError: the model cannot be loaded.
+        """
+        self.args = args
+        parts = _torch_parts(args) if args.executor is None else _given_parts(args, args.executor)
+        self.tokenizer = parts.tokenizer
+        self.core = _core.EngineCore(_settings(args, parts), _vocabulary(parts))
+        self.client = self.core.client
+        self.limits: Mapping[str, int] = self.core.limits
+        _say_limits(self.limits)
+        self._seeds = random.Random(args.seed)
+        # The thread knows the core and the executor, not this object: dropping it ends the thread.
+        self._thread = threading.Thread(
+            target=_run_executor,
+            args=(self.core, parts.executor),
+            name="chairlift-executor",
+            daemon=True,
+        )
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, _stop, self.core, self._thread)
+
+    def prepare(
+        self, prompt: ParsedPrompt, token_ids: list[int], params: SamplingParams
+    ) -> tuple[_core.Request, int]:
+        """Make a request of its parts; returns it with the seed it will use.
+
+        Raises:
+            InvalidRequestError: a parameter cannot be used.
+        """
+        seed = params.seed
+        if seed is None or seed < 0:
+            seed = self._seeds.getrandbits(63)
+        request = _core.Request(token_ids, params, seed=seed, cache_salt=prompt.cache_salt)
+        return request, seed
+
+    def decode_token(self, token: int) -> str:
+        """Text of one token, by itself."""
+        return self.tokenizer.decode([token], skip_special_tokens=False)
+
+    def shutdown(self) -> None:
+        """End live requests as aborted and stop both threads; idempotent, from any thread.
+
+        A step that is running is waited for, but not for longer than ten seconds.
+        """
+        self._finalizer()
+
+
+def load_executor(spec: str, args: EngineArgs) -> Executor:
+    """Make the executor that ``module:Class`` names.
+
+    The class's ``from_engine_args(args)`` is called if it has one, else the class without arguments.
+    An executor may say what it needs in the optional attributes ``vocab_size``, ``num_kv_blocks``,
+    ``block_size``, ``max_model_len`` and ``tokenizer``.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    module_name, _, class_name = spec.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"executor {spec!r} cannot be loaded: {error}; give module:Class"
+        ) from error
+    make: Callable[[EngineArgs], Executor] | None = getattr(factory, "from_engine_args", None)
+    return cast("Executor", factory()) if make is None else make(args)
+
+
+def _given_parts(args: EngineArgs, given: Executor | str) -> _Parts:
+    """Describe a user's executor by its optional attributes and the arguments."""
+    executor = load_executor(given, args) if isinstance(given, str) else given
+    for call in ("launch", "collect"):
+        if not callable(getattr(executor, call, None)):
+            raise ConfigError(f"the executor {type(executor).__name__} has no method {call}()")
+    block_size = getattr(executor, "block_size", args.block_size)
+    if block_size != args.block_size:
+        raise ConfigError(
+            f"block_size is {args.block_size}, but the executor's is {block_size}; make them equal"
+        )
+    tokenizer = _tokenizer(args, getattr(executor, "tokenizer", None))
+    return _Parts(
+        executor=executor,
+        tokenizer=tokenizer,
+        vocab_size=getattr(executor, "vocab_size", tokenizer.vocab_size),
+        num_kv_blocks=args.num_kv_blocks
+        or getattr(executor, "num_kv_blocks", _DEFAULT_NUM_KV_BLOCKS),
+        max_model_len=args.max_model_len
+        or getattr(executor, "max_model_len", _DEFAULT_MAX_MODEL_LEN),
+    )
+
+
+def _torch_parts(args: EngineArgs) -> _Parts:
+    """Load the model into the PyTorch executor."""
+    from chairlift.hub import resolve_model  # noqa: PLC0415  # torch is heavy
+    from chairlift.tokenizer import Tokenizer  # noqa: PLC0415
+    from chairlift.torch_executor import TorchExecutor, TorchExecutorConfig  # noqa: PLC0415
+
+    directory = resolve_model(args.model, revision=args.revision)
+    tokenizer = (
+        Tokenizer.from_directory(directory)
+        if args.tokenizer is None
+        else _tokenizer(args, own=None)
+    )
+    executor = TorchExecutor(
+        TorchExecutorConfig(
+            model_dir=directory,
+            dtype=args.dtype,
+            max_num_seqs=args.max_num_seqs,
+            max_model_len=args.max_model_len,
+            block_size=args.block_size,
+            num_kv_blocks=args.num_kv_blocks,
+            kv_cache_memory=args.kv_cache_memory,
+            attention_backend=args.attention_backend,
+            num_threads=args.num_threads,
+        )
+    )
+    return _Parts(
+        executor=executor,
+        tokenizer=tokenizer,
+        vocab_size=executor.model_config.vocab_size,
+        num_kv_blocks=executor.kv_pool.num_blocks,
+        max_model_len=executor.max_model_len,
+    )
+
+
+def _tokenizer(args: EngineArgs, own: TokenizerLike | None) -> TokenizerLike:
+    """Return the tokenizer that was given, else the executor's own, else the model's."""
+    if args.tokenizer is None and own is not None:
+        return own
+    if args.tokenizer is not None and not isinstance(args.tokenizer, str):
+        return args.tokenizer
+    from chairlift.hub import resolve_model  # noqa: PLC0415
+    from chairlift.tokenizer import Tokenizer  # noqa: PLC0415
+
+    if args.tokenizer is not None:
+        return Tokenizer.from_directory(args.tokenizer)
+    return Tokenizer.from_directory(resolve_model(args.model, revision=args.revision))
+
+
+def _settings(args: EngineArgs, parts: _Parts) -> CoreSettings:
+    settings = CoreSettings(
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_model_len=parts.max_model_len,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        block_size=args.block_size,
+        num_kv_blocks=parts.num_kv_blocks,
+        enable_prefix_caching=args.enable_prefix_caching,
+        watermark_blocks=args.watermark_blocks,
+        max_queued_requests=args.max_queued_requests,
+        vocab_size=parts.vocab_size,
+    )
+    for name in CoreSettings.__slots__:
+        value = getattr(settings, name)
+        if value is not None and not (isinstance(value, int) and 0 <= value < 2**31):
+            raise ConfigError(f"{name} is {value!r}; it must be an integer from 0 to {2**31 - 1}")
+    return settings
+
+
+def _vocabulary(parts: _Parts) -> CoreVocabulary:
+    table = parts.tokenizer.token_table(parts.vocab_size)
+    # A model's vocabulary may be larger than its tokenizer's, not the other way round.
+    eos = [token for token in parts.tokenizer.eos_token_ids if token < parts.vocab_size]
+    return CoreVocabulary(table.bytes, table.offsets, table.special, eos)
+
+
+def _say_limits(limits: Mapping[str, int]) -> None:
+    longest, wanted = limits["max_model_len"], limits["requested_max_model_len"]
+    if longest < wanted:
+        logger.warning(
+            "max_model_len is lowered from %d to %d, which is what %d blocks of %d tokens hold; "
+            "raise num_kv_blocks or kv_cache_memory for longer sequences",
+            wanted,
+            longest,
+            limits["num_kv_blocks"],
+            limits["block_size"],
+        )
+
+
+def _run_executor(core: _core.EngineCore, executor: Executor) -> None:
+    """Spend the executor thread's life. What ends it ends the engine, and is said once."""
+    try:
+        core.run_executor(executor)
+    except BaseException:
+        logger.critical("the executor thread has died, and the engine with it", exc_info=True)
+
+
+def _stop(core: _core.EngineCore, thread: threading.Thread) -> None:
+    core.shutdown()
+    if thread is threading.current_thread():
+        return  # collected while a step runs: the thread ends after it
+    thread.join(_JOIN_TIMEOUT_S)
+    if thread.is_alive():
+        logger.warning(
+            "the executor's step is still running %.0f s after the shutdown; its thread is left "
+            "behind",
+            _JOIN_TIMEOUT_S,
+        )
+
+
+def check_params(params: object) -> SamplingParams:
+    """Return the parameters, or the default ones for None.
+
+    Raises:
+        InvalidRequestError: it is something else.
+    """
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        kind = type(params).__name__
+        raise InvalidRequestError(
+            f"sampling_params must be SamplingParams, not {kind}", code="invalid_parameter"
+        )
+    return params

@@ -1,0 +1,350 @@
+"""A model without a model: test everything above the forward pass exactly, in milliseconds.
+
+:class:`ScriptedExecutor` answers with given tokens and keeps a KV pool of *token ids* that it reads back
+through the block tables, so that any mistake of the scheduler about blocks, rows or positions shows as
+a wrong token or a :class:`PlanError`. :class:`ByteTokenizer` is a tokenizer of 256 bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from chairlift.executor import (
+    STATUS_FAILED,
+    BlockingExecutor,
+    SampleLogprobs,
+    StepPlan,
+    StepResult,
+)
+from chairlift.tokenizer import TokenTableData
+
+if TYPE_CHECKING:
+    from chairlift.engine import EngineArgs
+
+
+class ByteTokenizer:
+    """Every byte is a token; 256 begins a text, 257 ends one."""
+
+    bos_token_id = 256
+    eos_token_id = 257
+    vocab_size = 258
+    eos_token_ids: Sequence[int] = (257,)
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of UTF-8; nothing is added."""
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of the bytes; special tokens are ``<bos>`` and ``<eos>``."""
+        special = (b"", b"") if skip_special_tokens else (b"<bos>", b"<eos>")
+        parts = [bytes([token]) if token < 256 else special[token - 256] for token in ids]
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+    def token_table(self, vocab_size: int = 0) -> TokenTableData:
+        """Bytes of every token."""
+        size = max(self.vocab_size, vocab_size)
+        lengths = np.zeros(size, dtype=np.int64)
+        lengths[:256], lengths[256:258] = 1, 5
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        special = np.zeros(size, dtype=np.uint8)
+        special[256:258] = 1
+        return TokenTableData(bytes(range(256)) + b"<bos><eos>", offsets, special)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **_kwargs: object,
+    ) -> list[int]:
+        """One ``role: content`` line per message."""
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return self.encode("".join(lines) + ("assistant: " if add_generation_prompt else ""))
+
+
+class PlanError(AssertionError):
+    """A plan that breaks the executor protocol, or a KV pool that is not what it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a script may look at to choose a token."""
+
+    history: list[int]
+    """Prompt and output so far, as read back from the KV pool."""
+    output_index: int
+    """Output tokens so far."""
+    child: int
+    """Which of the request's ``n`` answers."""
+    seed: int
+
+
+Script = Sequence[int] | str | Callable[[Sample], int]
+"""Output tokens, then end-of-sequence; text stands for its bytes; or a function."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """What a step had in it."""
+
+    step: int
+    num_decodes: int
+    num_prefills: int
+    num_tokens: int
+    num_samples: int
+    num_resets: int
+    num_copies: int
+
+
+@dataclass(slots=True)
+class _Row:
+    """What the last reset of a row said."""
+
+    child: int = 0
+    seed: int = 0
+    logprobs: int = -1
+
+
+def default_token(sample: Sample) -> int:
+    """A lower-case letter that depends on the whole history and the child."""
+    data = np.array([*sample.history, sample.child], dtype=np.int32).tobytes()
+    return 97 + zlib.crc32(data) % 26
+
+
+@dataclass(kw_only=True)
+class ScriptedExecutor(BlockingExecutor):
+    """Answers with given tokens.
+
+    A request's script is the one whose *header* is the longest that its history begins with; without
+    one it gets :attr:`default`. A header is text (its bytes) or a tuple of token ids.
+    """
+
+    scripts: Mapping[str | tuple[int, ...], Script] = field(default_factory=dict)
+    default: Script = default_token
+    step_time: float = 0.0
+    """Seconds that a step takes."""
+    raise_at_steps: Sequence[int] = ()
+    """Numbers of the steps (from 1) that raise :attr:`error`."""
+    error: BaseException = field(default_factory=lambda: RuntimeError("scripted failure"))
+    """What they raise; a ``SystemExit`` ends the executor thread."""
+    fail_rows: Mapping[str | tuple[int, ...], int] = field(default_factory=dict)
+    """By header, the output index at which a request's row fails."""
+    num_kv_blocks: int = 512
+    block_size: int = 16
+    vocab_size: int = ByteTokenizer.vocab_size
+    eos_token_id: int = ByteTokenizer.eos_token_id
+    tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
+    steps: deque[StepSummary] = field(default_factory=lambda: deque(maxlen=100_000))
+    """The steps that came by, failed ones included."""
+
+    def __post_init__(self) -> None:
+        """Make the pool, where -1 is a slot that was never written."""
+        self._pool = np.full((self.num_kv_blocks, self.block_size), -1, dtype=np.int32)
+        self._rows: dict[int, _Row] = {}
+        self._scripts = {_tokens(header): script for header, script in self.scripts.items()}
+        self._fail_rows = {_tokens(header): index for header, index in self.fail_rows.items()}
+        self._open = threading.Event()
+        self._open.set()
+        self._entered = threading.Semaphore(0)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> ScriptedExecutor:
+        """Make one for ``--executor chairlift.testing:ScriptedExecutor``."""
+        return cls(num_kv_blocks=args.num_kv_blocks or 512, block_size=args.block_size)
+
+    def hold(self) -> None:
+        """Let the next step (and those after it) stand still until :meth:`release`."""
+        self._entered = threading.Semaphore(0)
+        self._open.clear()
+
+    def release(self) -> None:
+        """Let steps go on."""
+        self._open.set()
+
+    def wait_held(self, timeout: float = 10.0) -> None:
+        """Wait until a step stands still.
+
+        Raises:
+            TimeoutError: none came.
+        """
+        if not self._entered.acquire(timeout=timeout):
+            raise TimeoutError(f"no step began within {timeout} s")
+
+    def expected(self, prompt: str | Sequence[int], num_tokens: int, child: int = 0) -> list[int]:
+        """Return the first tokens of the answer to ``prompt`` under the same scripts."""
+        history = list(_tokens(prompt))
+        script = self._script(history)
+        output: list[int] = []
+        for index in range(num_tokens):
+            output.append(self._choose(script, Sample(history + output, index, child, 0)))
+            if output[-1] == self.eos_token_id:
+                break
+        return output
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run the whole step."""
+        self.steps.append(_summary(plan))
+        if not self._open.is_set():
+            self._entered.release()
+            self._open.wait()
+        if self.step_time:
+            time.sleep(self.step_time)
+        if plan.step in self.raise_at_steps:
+            raise self.error
+        check_plan(plan, block_size=self.block_size, num_kv_blocks=self.num_kv_blocks)
+        for source, target in plan.block_copies:
+            self._pool[target] = self._pool[source]
+        self._pool.reshape(-1)[plan.slot_mapping] = plan.token_ids
+        for row, ints in zip(plan.resets.rows, plan.resets.ints, strict=True):
+            self._rows[int(row)] = _Row(child=int(ints[2]), seed=int(ints[1]), logprobs=int(ints[3]))
+        return self._sample(plan)
+
+    def _sample(self, plan: StepPlan) -> StepResult:
+        tokens, logprobs = [], []
+        statuses = np.zeros(len(plan.rows), dtype=np.uint8)
+        sequences = np.searchsorted(plan.query_start_loc, plan.logits_indices, side="right") - 1
+        for sample_index, sequence in enumerate(sequences):
+            row = self._rows[int(plan.sample_rows[sample_index])]
+            sample = Sample(
+                history=self._history(plan, int(sequence), int(plan.logits_indices[sample_index])),
+                output_index=int(plan.sample_output_indices[sample_index]),
+                child=row.child,
+                seed=row.seed,
+            )
+            if self._fails(sample):
+                statuses[sequence] = STATUS_FAILED
+            tokens.append(self._choose(self._script(sample.history), sample))
+            logprobs.append(self._candidates(tokens[-1], row.logprobs))
+        return StepResult(np.array(tokens, dtype=np.int32), statuses, _ragged(logprobs))
+
+    def _history(self, plan: StepPlan, sequence: int, token: int) -> list[int]:
+        """Read a sequence back through its block table, up to and with its query token."""
+        begin, end = plan.block_table_offsets[sequence : sequence + 2]
+        pool: list[int] = self._pool[plan.block_ids[begin:end]].reshape(-1).tolist()
+        history = pool[: int(plan.positions[token]) + 1]
+        if -1 in history:
+            raise PlanError(f"position {history.index(-1)} of sequence {sequence} was never written")
+        return history
+
+    def _script(self, history: Sequence[int]) -> Script:
+        header = _longest_header(self._scripts, history)
+        return self.default if header is None else self._scripts[header]
+
+    def _choose(self, script: Script, sample: Sample) -> int:
+        if callable(script):
+            return script(sample)
+        output = _tokens(script)
+        output += (self.eos_token_id,) * (sample.output_index + 1 - len(output))
+        made = tuple(sample.history[len(sample.history) - sample.output_index :])
+        if made != output[: sample.output_index]:
+            raise PlanError(
+                f"the KV pool has {made} as output, but {output[: sample.output_index]} was sampled"
+            )
+        return output[sample.output_index]
+
+    def _fails(self, sample: Sample) -> bool:
+        header = _longest_header(self._fail_rows, sample.history)
+        return header is not None and sample.output_index >= self._fail_rows[header]
+
+    def _candidates(self, token: int, wanted: int) -> list[tuple[int, float]]:
+        """The sampled token, then as many as were asked for, in steps of -0.5."""
+        if wanted < 0:
+            return []
+        best = [((token + rank) % self.vocab_size, -0.5 * (rank + 1)) for rank in range(wanted)]
+        return [(token, -0.5), *best]
+
+
+def check_plan(plan: StepPlan, *, block_size: int, num_kv_blocks: int) -> None:
+    """Check everything that the executor protocol promises.
+
+    Raises:
+        PlanError: says what is broken.
+    """
+    num_seqs, num_tokens = len(plan.rows), len(plan.token_ids)
+    num_samples = len(plan.sample_rows)
+    lengths = np.diff(plan.query_start_loc)
+    table_lengths = np.diff(plan.block_table_offsets)
+    _require(num_seqs > 0, "there is no sequence")
+    _require(plan.num_decodes + plan.num_prefills == num_seqs, "the counts do not add up")
+    for name in ("token_sources", "positions", "slot_mapping"):
+        _require(len(getattr(plan, name)) == num_tokens, f"{name} is not [T]")
+    for name in ("logits_indices", "sample_output_indices"):
+        _require(len(getattr(plan, name)) == num_samples, f"{name} is not [S]")
+    _require(len(plan.seq_lens) == num_seqs, "seq_lens is not [N]")
+    _require(_covers(plan.query_start_loc, num_seqs, num_tokens), "query_start_loc is not [N + 1]")
+    _require(
+        _covers(plan.block_table_offsets, num_seqs, len(plan.block_ids)),
+        "block_table_offsets is not [N + 1]",
+    )
+    _require(bool((lengths > 0).all()), "a sequence has no token")
+    _require(bool((lengths[: plan.num_decodes] == 1).all()), "a decode has several tokens")
+    _require(len(np.unique(plan.rows)) == num_seqs, "two sequences share a row")
+    _require(len(np.unique(plan.sample_rows)) == num_samples, "a row is sampled twice")
+    _require(len(np.unique(plan.slot_mapping)) == num_tokens, "two tokens share a slot")
+    _require(bool((plan.block_ids >= 0).all()), "a block id is negative")
+    _require(bool((plan.block_ids < num_kv_blocks).all()), "a block id is beyond the pool")
+    _require(bool((table_lengths * block_size >= plan.seq_lens).all()), "a block table is short")
+    sequence = np.repeat(np.arange(num_seqs), lengths)
+    first = plan.seq_lens - lengths
+    positions = first[sequence] + np.arange(num_tokens) - plan.query_start_loc[sequence]
+    _require(bool((plan.positions == positions).all()), "positions do not follow from seq_lens")
+    blocks = plan.block_ids[plan.block_table_offsets[sequence] + positions // block_size]
+    slots = blocks.astype(np.int64) * block_size + positions % block_size
+    _require(bool((plan.slot_mapping == slots).all()), "slots disagree with the block tables")
+    if num_samples:
+        _require(
+            bool(((plan.logits_indices >= 0) & (plan.logits_indices < num_tokens)).all()),
+            "a sample is of no token",
+        )
+        ends = plan.query_start_loc[1:] - 1
+        _require(bool(np.isin(plan.logits_indices, ends).all()), "a sample is not of a last token")
+
+
+def _covers(offsets: np.ndarray[Any, Any], parts: int, total: int) -> bool:
+    """Whether ``offsets`` cut ``total`` entries into ``parts``."""
+    return len(offsets) == parts + 1 and offsets[0] == 0 and offsets[-1] == total
+
+
+def _require(holds: bool, complaint: str) -> None:
+    if not holds:
+        raise PlanError(complaint)
+
+
+def _tokens(text: str | Sequence[int]) -> tuple[int, ...]:
+    return tuple(text.encode("utf-8")) if isinstance(text, str) else tuple(text)
+
+
+def _longest_header(
+    headers: Mapping[tuple[int, ...], object], history: Sequence[int]
+) -> tuple[int, ...] | None:
+    found = [header for header in headers if tuple(history[: len(header)]) == header]
+    return max(found, key=len, default=None)
+
+
+def _ragged(samples: list[list[tuple[int, float]]]) -> SampleLogprobs | None:
+    entries = list(itertools.chain.from_iterable(samples))
+    if not entries:
+        return None
+    offsets = np.cumsum([0, *map(len, samples)], dtype=np.int32)
+    ids = np.array([token for token, _ in entries], dtype=np.int32)
+    return SampleLogprobs(offsets, ids, np.array([value for _, value in entries], dtype=np.float32))
+
+
+def _summary(plan: StepPlan) -> StepSummary:
+    return StepSummary(
+        step=plan.step,
+        num_decodes=plan.num_decodes,
+        num_prefills=plan.num_prefills,
+        num_tokens=len(plan.token_ids),
+        num_samples=len(plan.sample_rows),
+        num_resets=len(plan.resets.rows),
+        num_copies=len(plan.block_copies),
+    )

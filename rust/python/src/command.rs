@@ -1,0 +1,59 @@
+//! What other threads may ask of the scheduler thread: one channel, one enum.
+//!
+//! Commands are owned values; whoever wants an answer sends the end of a one-shot channel along. A
+//! command whose answer channel is dropped is a scheduler that has ended, which the asker sees as a
+//! disconnected channel and never as a hang.
+
+use std::sync::mpsc::SyncSender;
+
+use chairlift_core::iteration::commit::StepResults;
+use chairlift_core::iteration::plan::StepPlan;
+use chairlift_core::request::{NewRequest, RequestId};
+
+use crate::errors::Refusal;
+use crate::metrics::EngineMetrics;
+use crate::plan_memory::PlanLease;
+
+/// Where an answer goes.
+pub type Reply<T> = SyncSender<T>;
+
+/// One plan set and the vectors its results come back in: they travel together, to the executor
+/// thread and back, so that neither is allocated again.
+pub struct Step {
+    /// The plan, in memory that Python can see.
+    pub lease: PlanLease,
+    /// Filled by the executor thread.
+    pub results: StepResults,
+}
+
+impl Step {
+    /// The plan.
+    pub fn plan(&self) -> &StepPlan {
+        self.lease.plan()
+    }
+}
+
+/// What the scheduler thread is asked to do.
+pub enum Command {
+    /// Reserve a place at the door.
+    Reserve(RequestId, Reply<Result<(), Refusal>>),
+    /// Give a reservation back.
+    Release(RequestId),
+    /// Submit a request whose place is reserved.
+    Submit(Box<NewRequest>, Reply<Result<(), Refusal>>),
+    /// Reserve and submit one after the other until one is refused; answers how many were taken, and
+    /// the refusal.
+    SubmitMany(Vec<NewRequest>, Reply<(usize, Option<Refusal>)>),
+    /// End a request, whatever its state.
+    Abort(RequestId),
+    /// Counters and gauges.
+    Metrics(Reply<EngineMetrics>),
+    /// The executor ran a step.
+    StepDone(Step),
+    /// The executor raised; the message is for the requests of that step.
+    StepFailed(Step, String),
+    /// The executor thread has ended, with the reason.
+    ExecutorGone(String),
+    /// End everything.
+    Shutdown,
+}

@@ -1,0 +1,257 @@
+//! What has been published and not yet taken: merged output, and who is to be woken.
+//!
+//! The scheduler thread publishes once per iteration. A client takes everything that is pending at
+//! once; until it does, iterations merge, so a stalled client costs only the text it has not read. One
+//! byte stands in the wake-up socket exactly while something is pending, so an event loop wakes once
+//! for everything published since it last looked. Nothing here touches Python.
+
+use std::io::{Read, Write};
+use std::ops::Range;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use chairlift_core::output::{Event, OutputBatch};
+
+/// The output of one or more iterations.
+#[derive(Default)]
+pub struct Delivery {
+    /// What the core said.
+    pub batch: OutputBatch,
+    /// Why requests failed: ranges of `batch.events`, with the message for those in it.
+    pub failures: Vec<(Range<usize>, Arc<str>)>,
+    /// Iterations that were merged.
+    pub iterations: u64,
+}
+
+impl Delivery {
+    /// The message for the failure that the event at `index` tells, if there is one.
+    pub fn failure(&self, index: usize) -> Option<&Arc<str>> {
+        let hit = self
+            .failures
+            .iter()
+            .find(|(range, _)| range.contains(&index));
+        hit.map(|(_, message)| message)
+    }
+
+    fn clear(&mut self) {
+        self.batch.clear();
+        self.failures.clear();
+        self.iterations = 0;
+    }
+
+    /// Appends `other`, leaving it empty.
+    fn merge(&mut self, other: &mut Self) {
+        if self.batch.is_empty() {
+            std::mem::swap(self, other);
+            other.clear();
+            return;
+        }
+        let into = &mut self.batch;
+        let (events, tokens) = (into.events.len(), into.token_ids.len());
+        let (text, logprobs) = (into.text.len(), into.logprobs.len());
+        into.events
+            .extend(other.batch.events.drain(..).map(|event| match event {
+                Event::Output(mut output) => {
+                    output.tokens = shifted(&output.tokens, tokens);
+                    output.text = shifted(&output.text, text);
+                    output.logprobs = shifted(&output.logprobs, logprobs);
+                    Event::Output(output)
+                }
+                other => other,
+            }));
+        into.token_ids.append(&mut other.batch.token_ids);
+        into.text.push_str(&other.batch.text);
+        into.logprobs.append(&mut other.batch.logprobs);
+        let failures = other.failures.drain(..);
+        self.failures
+            .extend(failures.map(|(range, why)| (shifted(&range, events), why)));
+        self.iterations += other.iterations;
+        other.clear();
+    }
+}
+
+fn shifted(range: &Range<usize>, by: usize) -> Range<usize> {
+    range.start + by..range.end + by
+}
+
+/// Whether the engine still serves.
+#[derive(Clone, Debug)]
+pub enum Status {
+    /// It does.
+    Running,
+    /// It does not, for this reason.
+    Ended(Arc<str>),
+}
+
+/// What a blocked client waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Until {
+    /// Any output.
+    Output,
+    /// The end of a request.
+    RequestEnd,
+}
+
+/// The outbox of an engine's one client.
+pub struct Outbox {
+    state: Mutex<State>,
+    published: Condvar,
+    reader: UnixStream,
+}
+
+struct State {
+    pending: Delivery,
+    /// An empty delivery whose memory is used again.
+    spare: Option<Delivery>,
+    /// A request's end is among what is pending.
+    has_end: bool,
+    status: Status,
+    /// What the blocked client waits for, if one is blocked.
+    waiting: Option<Until>,
+    writer: UnixStream,
+    /// An event loop watches the socket.
+    watched: bool,
+    /// The byte is in the socket.
+    signalled: bool,
+    /// Bytes written so far.
+    wake_ups: u64,
+}
+
+impl State {
+    fn is_ready(&self, until: Until) -> bool {
+        let ended = matches!(self.status, Status::Ended(_));
+        ended || self.has_end || (until == Until::Output && !self.pending.batch.is_empty())
+    }
+
+    /// Wakes whoever waits for what is there now.
+    fn wake(&mut self, published: &Condvar) {
+        if self.waiting.is_some_and(|until| self.is_ready(until)) {
+            published.notify_all();
+        }
+        if self.watched && !self.signalled {
+            // The socket holds at most this byte, so it cannot be full; a peer that is gone has nobody
+            // left to wake.
+            self.signalled = self.writer.write(&[1]).is_ok();
+            self.wake_ups += 1;
+        }
+    }
+
+    fn take(&mut self, reader: &UnixStream) -> Option<Delivery> {
+        if self.signalled {
+            let mut byte = [0];
+            self.signalled = !matches!((&mut &*reader).read(&mut byte), Ok(1));
+        }
+        if self.pending.batch.is_empty() {
+            return None;
+        }
+        self.has_end = false;
+        let spare = self.spare.take().unwrap_or_default();
+        Some(std::mem::replace(&mut self.pending, spare))
+    }
+}
+
+impl Outbox {
+    /// An empty outbox of a running engine.
+    pub fn new() -> std::io::Result<Self> {
+        let (reader, writer) = UnixStream::pair()?;
+        reader.set_nonblocking(true)?;
+        writer.set_nonblocking(true)?;
+        Ok(Self {
+            state: Mutex::new(State {
+                pending: Delivery::default(),
+                spare: None,
+                has_end: false,
+                status: Status::Running,
+                waiting: None,
+                writer,
+                watched: false,
+                signalled: false,
+                wake_ups: 0,
+            }),
+            published: Condvar::new(),
+            reader,
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Nothing under this lock panics half-way through a change.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Publishes a delivery and leaves an empty one with its memory. Called by the scheduler thread.
+    pub fn publish(&self, delivery: &mut Delivery) {
+        if delivery.batch.is_empty() {
+            return;
+        }
+        let has_end = delivery
+            .batch
+            .events
+            .iter()
+            .any(|event| matches!(event, Event::Ended { .. }));
+        let mut state = self.state();
+        state.has_end |= has_end;
+        state.pending.merge(delivery);
+        state.wake(&self.published);
+    }
+
+    /// The engine serves no longer; the first reason stays.
+    pub fn end(&self, reason: &str) {
+        let mut state = self.state();
+        if matches!(state.status, Status::Running) {
+            state.status = Status::Ended(reason.into());
+        }
+        state.wake(&self.published);
+    }
+
+    /// Whether the engine still serves.
+    pub fn status(&self) -> Status {
+        self.state().status.clone()
+    }
+
+    /// Takes what is pending, if anything.
+    pub fn take(&self) -> Option<Delivery> {
+        self.state().take(&self.reader)
+    }
+
+    /// Blocks until there is what is waited for, the engine ended, or `limit` has passed.
+    pub fn wait(&self, until: Until, limit: Duration) -> Option<Delivery> {
+        let deadline = Instant::now() + limit;
+        let mut state = self.state();
+        while !state.is_ready(until) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            state.waiting = Some(until);
+            let result = self.published.wait_timeout(state, left);
+            state = result.unwrap_or_else(PoisonError::into_inner).0;
+            state.waiting = None;
+        }
+        state.take(&self.reader)
+    }
+
+    /// Takes an emptied delivery back, for its memory.
+    pub fn recycle(&self, mut delivery: Delivery) {
+        delivery.clear();
+        let mut state = self.state();
+        state.spare.get_or_insert(delivery);
+    }
+
+    /// The descriptor that becomes readable when something is pending; from now on it is signalled.
+    pub fn watch(&self) -> RawFd {
+        let mut state = self.state();
+        state.watched = true;
+        let pending = !state.pending.batch.is_empty();
+        if pending || matches!(state.status, Status::Ended(_)) {
+            state.wake(&self.published);
+        }
+        self.reader.as_raw_fd()
+    }
+
+    /// Times the descriptor was signalled.
+    pub fn wake_ups(&self) -> u64 {
+        self.state().wake_ups
+    }
+}

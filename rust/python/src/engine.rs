@@ -1,0 +1,238 @@
+//! The engine as Python starts and stops it: settings in, two threads, one client.
+//!
+//! `EngineCore` checks the settings, starts the scheduler thread (which makes the core there, since it
+//! never leaves its thread) and gives a Python thread the work of [`EngineCore::run_executor`].
+//! Shutting down is idempotent, from any thread: the scheduler aborts what is live and ends, which
+//! disconnects the executor thread.
+
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Instant;
+
+use chairlift_core::config::{Limits, Settings};
+use chairlift_core::iteration::commit::StepResults;
+use chairlift_core::text::TokenTable;
+use chairlift_core::{Engine, Vocabulary};
+use pyo3::buffer::PyBuffer;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::client::EngineClient;
+use crate::command::{Command, Step};
+use crate::delivery::Outbox;
+use crate::errors::{config_error, misuse, setup_error};
+use crate::executor_thread::{self, ExecutorEnd};
+use crate::plan_memory::plan_sets;
+use crate::scheduler_thread::{self, SchedulerEnd};
+
+/// Plan sets: the one in flight, and one that the executor may still look at or that is being written.
+const RING: usize = 2;
+
+/// The attributes of the settings object; the names are the core's.
+#[derive(FromPyObject)]
+struct SettingsView {
+    max_num_seqs: u32,
+    max_num_batched_tokens: u32,
+    max_model_len: u32,
+    long_prefill_token_threshold: Option<u32>,
+    block_size: u32,
+    num_kv_blocks: u32,
+    enable_prefix_caching: bool,
+    watermark_blocks: Option<u32>,
+    max_queued_requests: u32,
+    vocab_size: u32,
+}
+
+impl From<SettingsView> for Settings {
+    fn from(view: SettingsView) -> Self {
+        Self {
+            max_num_seqs: view.max_num_seqs,
+            max_num_batched_tokens: view.max_num_batched_tokens,
+            max_model_len: view.max_model_len,
+            long_prefill_token_threshold: view.long_prefill_token_threshold,
+            block_size: view.block_size,
+            num_kv_blocks: view.num_kv_blocks,
+            enable_prefix_caching: view.enable_prefix_caching,
+            watermark_blocks: view.watermark_blocks,
+            max_queued_requests: view.max_queued_requests,
+            vocab_size: view.vocab_size,
+        }
+    }
+}
+
+/// The bytes of every token, and which tokens end a text.
+#[derive(FromPyObject)]
+struct VocabularyView {
+    token_bytes: Vec<u8>,
+    token_offsets: PyBuffer<i64>,
+    special: PyBuffer<u8>,
+    eos_token_ids: Vec<u32>,
+}
+
+/// A running engine.
+#[pyclass(frozen, module = "chairlift._core")]
+pub struct EngineCore {
+    commands: Sender<Command>,
+    client: Py<EngineClient>,
+    limits: Arc<Limits>,
+    executor_end: Mutex<Option<ExecutorEnd>>,
+    scheduler: Mutex<Option<JoinHandle<()>>>,
+    epoch: Instant,
+}
+
+#[pymethods]
+impl EngineCore {
+    /// Starts the scheduler thread. `settings` and `vocabulary` are objects with the attributes of
+    /// `chairlift.engine.CoreSettings` and `chairlift.engine.CoreVocabulary`.
+    #[new]
+    fn new(settings: &Bound<'_, PyAny>, vocabulary: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = settings.py();
+        let settings: Settings = settings.extract::<SettingsView>()?.into();
+        let limits = Arc::new(settings.validate().map_err(|error| config_error(&error))?);
+        let vocabulary = read_vocabulary(py, vocabulary.extract()?)?;
+        let eos_token_ids = vocabulary.eos_token_ids.clone();
+        let outbox = Arc::new(Outbox::new()?);
+        let (commands, received) = channel();
+        let (to_executor, steps) = channel();
+        let ring = plan_sets(&limits, RING).into_iter().map(|lease| Step {
+            lease,
+            results: StepResults::default(),
+        });
+        let epoch = Instant::now();
+        let end = SchedulerEnd {
+            commands: received,
+            steps: to_executor,
+            outbox: Arc::clone(&outbox),
+            ring: ring.collect(),
+            epoch,
+        };
+        let executor_end = ExecutorEnd {
+            steps,
+            commands: commands.clone(),
+            num_sets: RING,
+            vocab_size: limits.vocab_size(),
+        };
+        let scheduler = py.detach(|| start_scheduler(settings, vocabulary, end))?;
+        let client =
+            EngineClient::new(commands.clone(), outbox, Arc::clone(&limits), eos_token_ids);
+        Ok(Self {
+            commands,
+            client: Py::new(py, client)?,
+            limits,
+            executor_end: Mutex::new(Some(executor_end)),
+            scheduler: Mutex::new(Some(scheduler)),
+            epoch,
+        })
+    }
+
+    /// The engine's client.
+    #[getter]
+    fn client(&self, py: Python<'_>) -> Py<EngineClient> {
+        self.client.clone_ref(py)
+    }
+
+    /// Runs steps on `executor` until the engine is shut down; the whole life of the executor thread.
+    fn run_executor(&self, executor: &Bound<'_, PyAny>) -> PyResult<()> {
+        let end = self
+            .executor_end
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        match end {
+            Some(end) => executor_thread::run(end, executor),
+            None => Err(misuse("the engine has an executor thread already")),
+        }
+    }
+
+    /// Aborts what is live and ends the scheduler thread; the executor thread ends after its step.
+    /// Idempotent. The scheduler thread never needs the GIL, so this cannot dead-lock.
+    fn shutdown(&self, py: Python<'_>) {
+        let _ = self.commands.send(Command::Shutdown); // it may have ended already
+        let handle = self
+            .scheduler
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        // A scheduler that panicked has told the clients.
+        let _ = py.detach(|| handle.map(JoinHandle::join));
+        // An executor end that was never taken holds steps: let go of it.
+        drop(
+            self.executor_end
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take(),
+        );
+    }
+
+    /// Seconds on the engine's clock, which the times of `Ended` are on.
+    fn now(&self) -> f64 {
+        self.epoch.elapsed().as_secs_f64()
+    }
+
+    /// The numbers the engine runs with, after validation.
+    #[getter]
+    fn limits<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let limits = &self.limits;
+        let dict = PyDict::new(py);
+        let entries = [
+            ("max_num_seqs", limits.max_num_seqs()),
+            ("max_num_batched_tokens", limits.max_num_batched_tokens()),
+            ("max_model_len", limits.max_model_len()),
+            ("requested_max_model_len", limits.requested_max_model_len()),
+            ("max_chunk_tokens", limits.max_chunk_tokens()),
+            ("block_size", limits.block_size()),
+            ("num_kv_blocks", limits.num_kv_blocks()),
+            ("watermark_blocks", limits.watermark_blocks()),
+            ("max_queued_requests", limits.max_queued_requests()),
+            ("vocab_size", limits.vocab_size()),
+        ];
+        for (name, value) in entries {
+            dict.set_item(name, value)?;
+        }
+        Ok(dict)
+    }
+}
+
+impl Drop for EngineCore {
+    fn drop(&mut self) {
+        // Nobody can use the engine any more; the threads end by themselves.
+        let _ = self.commands.send(Command::Shutdown);
+    }
+}
+
+/// Starts the thread, and waits until the core is made on it.
+fn start_scheduler(
+    settings: Settings,
+    vocabulary: Vocabulary,
+    end: SchedulerEnd,
+) -> PyResult<JoinHandle<()>> {
+    let (ready, made) = channel();
+    let handle = thread::Builder::new()
+        .name("chairlift-sched".to_owned())
+        .spawn(move || match Engine::new(&settings, vocabulary) {
+            Ok(engine) => {
+                let _ = ready.send(Ok(())); // whoever started us may be gone
+                scheduler_thread::run(engine, end);
+            }
+            Err(error) => {
+                let _ = ready.send(Err(error));
+            }
+        })?;
+    match made.recv() {
+        Ok(Ok(())) => Ok(handle),
+        Ok(Err(error)) => Err(config_error(&error)),
+        Err(_) => Err(misuse("the scheduler thread panicked at start")),
+    }
+}
+
+fn read_vocabulary(py: Python<'_>, view: VocabularyView) -> PyResult<Vocabulary> {
+    let offsets = view.token_offsets.to_vec(py)?;
+    let special = view.special.to_vec(py)?;
+    let table = TokenTable::new(view.token_bytes, &offsets, &special)
+        .map_err(|error| setup_error(&error.to_string(), error.code()))?;
+    Ok(Vocabulary {
+        tokens: Arc::new(table),
+        eos_token_ids: view.eos_token_ids,
+    })
+}

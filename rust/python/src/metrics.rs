@@ -1,0 +1,58 @@
+//! What the engine can tell about itself: the core's counters and the times only the threads know.
+
+use chairlift_core::metrics::Metrics;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// A snapshot.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct EngineMetrics {
+    /// The core's counters and gauges.
+    pub core: Metrics,
+    /// Steps that came back from the executor, well or not.
+    pub steps: u64,
+    /// Steps that the executor failed.
+    pub failed_steps: u64,
+    /// Time from a plan's hand-over to its results, summed over the steps.
+    pub step_us: u64,
+    /// Time the scheduler spent on planning and committing, summed over the steps.
+    pub scheduler_us: u64,
+}
+
+impl EngineMetrics {
+    /// As a dictionary; names of times end in their unit.
+    pub fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let core = &self.core;
+        let dict = PyDict::new(py);
+        let entries = [
+            ("submitted", core.submitted),
+            ("refused", core.refused),
+            ("finished", core.finished),
+            ("aborted", core.aborted),
+            ("failed", core.failed),
+            ("iterations", core.iterations),
+            ("scheduled_tokens", core.scheduled_tokens),
+            ("scheduled_sequences", core.scheduled_sequences),
+            ("output_tokens", core.output_tokens),
+            ("prompt_tokens", core.prompt_tokens),
+            ("cached_tokens", core.cached_tokens),
+            ("preemptions", core.preemptions),
+            ("recomputed_tokens", core.recomputed_tokens),
+            ("live", core.live),
+            ("queued", core.queued),
+            ("waiting_sequences", core.waiting_sequences),
+            ("running_sequences", core.running_sequences),
+            ("free_blocks", core.free_blocks),
+            ("used_blocks", core.used_blocks),
+            ("cached_blocks", core.cached_blocks),
+            ("steps", self.steps),
+            ("failed_steps", self.failed_steps),
+            ("step_us", self.step_us),
+            ("scheduler_us", self.scheduler_us),
+        ];
+        for (name, value) in entries {
+            dict.set_item(name, value)?;
+        }
+        Ok(dict)
+    }
+}

@@ -1,0 +1,309 @@
+//! The scheduler thread: owns the core, never attaches to Python.
+//!
+//! It sleeps on one channel (and on the core's next timer), serves whatever arrives, and whenever no
+//! step is in flight plans the next one. A step runs on the executor thread meanwhile; commands are
+//! served all the same. After a step: commit, plan the next, hand it over, and only then deliver, so
+//! that the executor never waits for a client.
+//!
+//! The engine ends in one of three ways, after each of which every request has had its end and every
+//! later command gets the reason: a shutdown (requests end as aborted), the executor thread's end, or
+//! a panic here (the outbox is told by [`Obituary`]; clients end their own requests).
+
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::time::{Duration, Instant};
+
+use chairlift_core::Engine;
+use chairlift_core::output::Event;
+use chairlift_core::request::{NewRequest, RequestId, Time};
+
+use crate::command::{Command, Step};
+use crate::delivery::{Delivery, Outbox};
+use crate::errors::Refusal;
+use crate::metrics::EngineMetrics;
+
+/// What the thread is given.
+pub struct SchedulerEnd {
+    /// Commands of every other thread.
+    pub commands: Receiver<Command>,
+    /// Steps for the executor thread.
+    pub steps: Sender<Step>,
+    /// Where output goes.
+    pub outbox: Arc<Outbox>,
+    /// The ring of plan sets.
+    pub ring: VecDeque<Step>,
+    /// Zero of the engine's clock.
+    pub epoch: Instant,
+}
+
+/// Serves until the engine is shut down.
+pub fn run(engine: Engine, end: SchedulerEnd) {
+    let obituary = Obituary(Arc::clone(&end.outbox));
+    let mut scheduler = Scheduler::new(engine, end);
+    while scheduler.is_open {
+        scheduler.turn();
+    }
+    drop(obituary);
+}
+
+/// Tells the clients that nobody serves them any more, however the thread ends.
+struct Obituary(Arc<Outbox>);
+
+impl Drop for Obituary {
+    fn drop(&mut self) {
+        self.0.end(if std::thread::panicking() {
+            "the scheduler thread panicked, which is a bug in chairlift; please report the message \
+             on standard error"
+        } else {
+            SHUT_DOWN
+        });
+    }
+}
+
+const SHUT_DOWN: &str = "the engine was shut down";
+
+/// The step in flight.
+struct InFlight {
+    step: u64,
+    since: Instant,
+}
+
+struct Scheduler {
+    engine: Engine,
+    end: SchedulerEnd,
+    in_flight: Option<InFlight>,
+    /// Requests that have not ended, to abort at shutdown in a fixed order.
+    live: BTreeSet<RequestId>,
+    /// Why no step can be run any more.
+    dead: Option<Arc<str>>,
+    is_open: bool,
+    delivery: Delivery,
+    stats: EngineMetrics,
+}
+
+impl Scheduler {
+    fn new(engine: Engine, end: SchedulerEnd) -> Self {
+        Self {
+            engine,
+            end,
+            in_flight: None,
+            live: BTreeSet::new(),
+            dead: None,
+            is_open: true,
+            delivery: Delivery::default(),
+            stats: EngineMetrics::default(),
+        }
+    }
+
+    fn now(&self) -> Time {
+        Time(self.end.epoch.elapsed().as_micros() as u64)
+    }
+
+    /// Sleeps until there is something to do, does it, plans, delivers.
+    fn turn(&mut self) {
+        let mut next = self.sleep();
+        while let Some(command) = next {
+            // A finished step is followed by planning at once; other commands are served in a row.
+            let frees_the_executor =
+                matches!(command, Command::StepDone(_) | Command::StepFailed(..));
+            self.serve(command);
+            if frees_the_executor || !self.is_open {
+                break;
+            }
+            next = self.end.commands.try_recv().ok();
+        }
+        if self.is_open {
+            self.plan();
+        }
+        self.deliver(None);
+    }
+
+    /// The next command, or `None` when a timer of the core is due.
+    fn sleep(&self) -> Option<Command> {
+        let received = match self.engine.next_wake() {
+            None => self
+                .end
+                .commands
+                .recv()
+                .map_err(|_| RecvTimeoutError::Disconnected),
+            Some(time) => {
+                let left = Duration::from_micros(time.since_us(self.now()));
+                self.end.commands.recv_timeout(left)
+            }
+        };
+        match received {
+            Ok(command) => Some(command),
+            Err(RecvTimeoutError::Timeout) => None,
+            // Every other end is gone: nobody is left to serve.
+            Err(RecvTimeoutError::Disconnected) => Some(Command::Shutdown),
+        }
+    }
+
+    /// An answer whose asker is gone is dropped.
+    fn serve(&mut self, command: Command) {
+        let now = self.now();
+        match command {
+            Command::Reserve(id, reply) => {
+                let _ = reply.send(self.reserve(id));
+            }
+            Command::Release(id) => self.engine.release(id),
+            Command::Submit(request, reply) => {
+                let _ = reply.send(self.submit(now, *request));
+            }
+            Command::SubmitMany(requests, reply) => {
+                let _ = reply.send(self.submit_many(now, requests));
+            }
+            Command::Abort(id) => {
+                self.engine.abort(now, id);
+            }
+            Command::Metrics(reply) => {
+                let core = self.engine.metrics();
+                let _ = reply.send(EngineMetrics { core, ..self.stats });
+            }
+            Command::StepDone(step) => self.step_done(now, step),
+            Command::StepFailed(step, why) => self.step_failed(now, step, &why),
+            Command::ExecutorGone(why) => self.executor_gone(now, &why),
+            Command::Shutdown => self.shut_down(now),
+        }
+    }
+
+    fn reserve(&mut self, id: RequestId) -> Result<(), Refusal> {
+        match &self.dead {
+            Some(reason) => Err(Refusal::Dead(Arc::clone(reason))),
+            None => Ok(self.engine.reserve(id)?),
+        }
+    }
+
+    fn submit(&mut self, now: Time, request: NewRequest) -> Result<(), Refusal> {
+        let id = request.id;
+        if let Some(reason) = &self.dead {
+            self.engine.release(id);
+            return Err(Refusal::Dead(Arc::clone(reason)));
+        }
+        self.engine.submit(now, request)?;
+        self.live.insert(id);
+        Ok(())
+    }
+
+    fn submit_many(&mut self, now: Time, requests: Vec<NewRequest>) -> (usize, Option<Refusal>) {
+        for (taken, request) in requests.into_iter().enumerate() {
+            let result = self
+                .reserve(request.id)
+                .and_then(|()| self.submit(now, request));
+            if let Err(refusal) = result {
+                return (taken, Some(refusal));
+            }
+        }
+        // All were taken; the caller knows how many it sent.
+        (usize::MAX, None)
+    }
+
+    /// Plans the next step unless one is in flight, and hands it to the executor thread.
+    fn plan(&mut self) {
+        if self.in_flight.is_some() || self.dead.is_some() {
+            return;
+        }
+        let Some(mut step) = self.end.ring.pop_front() else {
+            return; // cannot be: the ring is full while nothing is in flight
+        };
+        let since = Instant::now();
+        let now = self.now();
+        if !self.engine.schedule(now, step.lease.plan_mut()) {
+            self.end.ring.push_front(step);
+            return;
+        }
+        let handed = Instant::now();
+        self.stats.scheduler_us += (handed - since).as_micros() as u64;
+        self.in_flight = Some(InFlight {
+            step: step.plan().step,
+            since: handed,
+        });
+        if self.end.steps.send(step).is_err() {
+            // The executor thread is gone; its farewell is on the way, or was never needed because it
+            // never came.
+            self.executor_gone(now, "the executor thread has ended");
+        }
+    }
+
+    /// Takes the step's set back into the ring. `None` if it is not the one in flight.
+    fn landed(&mut self, step: u64) -> Option<()> {
+        let flight = self.in_flight.take_if(|flight| flight.step == step)?;
+        self.stats.steps += 1;
+        self.stats.step_us += flight.since.elapsed().as_micros() as u64;
+        Some(())
+    }
+
+    fn step_done(&mut self, now: Time, step: Step) {
+        let number = step.plan().step;
+        if self.landed(number).is_some() {
+            let since = Instant::now();
+            let committed = self.engine.commit(now, number, &step.results);
+            self.stats.scheduler_us += since.elapsed().as_micros() as u64;
+            if let Err(error) = committed {
+                self.fail_step(now, number, &error.to_string());
+            }
+        }
+        self.end.ring.push_back(step);
+    }
+
+    fn step_failed(&mut self, now: Time, step: Step, why: &str) {
+        let number = step.plan().step;
+        if self.landed(number).is_some() {
+            self.fail_step(now, number, why);
+        }
+        self.end.ring.push_back(step);
+    }
+
+    fn fail_step(&mut self, now: Time, step: u64, why: &str) {
+        self.stats.failed_steps += 1;
+        // What is there already is not part of the failure.
+        self.deliver(None);
+        self.engine.fail_step(now, step);
+        self.deliver(Some(
+            format!("the executor failed step {step}: {why}").into(),
+        ));
+    }
+
+    fn executor_gone(&mut self, now: Time, why: &str) {
+        if self.dead.is_some() {
+            return;
+        }
+        let reason: Arc<str> = format!("the engine is dead: {why}").into();
+        self.deliver(None);
+        self.engine.fail_all(now);
+        self.in_flight = None;
+        self.deliver(Some(Arc::clone(&reason)));
+        self.end.outbox.end(&reason);
+        self.dead = Some(reason);
+    }
+
+    fn shut_down(&mut self, now: Time) {
+        for &id in &self.live {
+            self.engine.abort(now, id);
+        }
+        self.dead.get_or_insert_with(|| SHUT_DOWN.into());
+        self.is_open = false;
+    }
+
+    /// Publishes what the core has said since the last time; `failure` is the message for every
+    /// failed request in it.
+    fn deliver(&mut self, failure: Option<Arc<str>>) {
+        let outputs = self.engine.outputs();
+        if outputs.is_empty() {
+            return;
+        }
+        std::mem::swap(outputs, &mut self.delivery.batch);
+        for event in &self.delivery.batch.events {
+            if let Event::Ended { request, .. } = event {
+                self.live.remove(request);
+            }
+        }
+        self.delivery.iterations = 1;
+        if let Some(message) = failure {
+            let all = 0..self.delivery.batch.events.len();
+            self.delivery.failures.push((all, message));
+        }
+        self.end.outbox.publish(&mut self.delivery);
+    }
+}

@@ -1,0 +1,486 @@
+"""``AsyncEngine`` above a scripted model: streams, aborts in every state, wake-ups, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from contextlib import aclosing
+
+import pytest
+import uvloop
+
+from chairlift import (
+    AsyncEngine,
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+    SamplingParams,
+)
+from chairlift.errors import ConfigError
+from chairlift.testing import ScriptedExecutor
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request):
+    """Run a coroutine function on a fresh loop of each kind; nothing may hang."""
+    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
+
+    def go(main):
+        async def limited():
+            async with asyncio.timeout(60):
+                await main()
+
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(limited())
+
+    return go
+
+
+def make(executor=None, **options):
+    return AsyncEngine(executor=executor or ScriptedExecutor(), **options)
+
+
+def tokens(count, **options):
+    return SamplingParams(max_tokens=count, **options)
+
+
+async def collect(stream):
+    return [delta async for delta in stream]
+
+
+def text_of(deltas):
+    return "".join(delta.text for delta in deltas)
+
+
+def ids_of(deltas):
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+async def until(condition, timeout=10.0):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        await asyncio.sleep(0.002)
+
+
+async def is_idle(engine):
+    """Nothing runs, waits or holds memory; then a whole request succeeds."""
+    def idle():
+        metrics = engine.metrics()
+        return not any(
+            metrics[name]
+            for name in ("live", "queued", "waiting_sequences", "running_sequences", "used_blocks")
+        )
+
+    await until(idle)
+    assert len(ids_of(await collect(engine.generate("after all", tokens(5))))) == 5
+
+
+def test_one_stream(run):
+    async def main():
+        executor = ScriptedExecutor(scripts={"hi": "grüße 👋"}, step_time=0.002)
+        async with make(executor) as engine:
+            stream = engine.generate("hi", tokens(60), request_id="mine")
+            deltas = await collect(stream)
+        assert text_of(deltas) == "grüße 👋"
+        assert len(deltas) > 5
+        assert {delta.request_id for delta in deltas} == {"mine"}
+        assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+        assert deltas[-1].finish_reason == "stop"
+        assert stream.stats.num_output_tokens == len(ids_of(deltas))
+        assert stream.stats.ttft > 0
+
+    run(main)
+
+
+def test_many_streams_at_once(run):
+    async def main():
+        executor = ScriptedExecutor(num_kv_blocks=2_000)
+        async with make(executor) as engine:
+            prompts = [f"prompt {number}" for number in range(100)]
+            executor.hold()
+            streams = [
+                asyncio.create_task(collect(engine.generate(prompt, tokens(30))))
+                for prompt in prompts
+            ]
+            await until(lambda: engine.metrics()["live"] == 100)
+            executor.release()
+            results = await asyncio.gather(*streams)
+        for prompt, deltas in zip(prompts, results, strict=True):
+            assert ids_of(deltas) == executor.expected(prompt, 30)
+        assert max(step.num_decodes for step in executor.steps) == 100
+
+    run(main)
+
+
+def test_several_answers_and_logprobs(run):
+    async def main():
+        executor = ScriptedExecutor()
+        async with make(executor) as engine:
+            deltas = await collect(engine.generate("n", tokens(20, n=3, logprobs=1)))
+        for child in range(3):
+            own = [delta for delta in deltas if delta.index == child]
+            assert ids_of(own) == executor.expected("n", 20, child=child)
+            assert own[-1].finish_reason == "length"
+            positions = [position for delta in own for position in delta.logprobs]
+            assert [next(iter(position)) for position in positions] == ids_of(own)
+
+    run(main)
+
+
+def test_a_long_prompt_is_tokenised_off_the_loop(run):
+    async def main():
+        executor = ScriptedExecutor()
+        async with make(executor, max_model_len=6_000) as engine:
+            prompt = "y" * 5_000
+            deltas = await collect(engine.generate(prompt, tokens(3)))
+            assert ids_of(deltas) == executor.expected(prompt, 3)
+
+    run(main)
+
+
+def test_deltas_of_one_iteration_are_one_wake_up(run):
+    async def main():
+        executor = ScriptedExecutor(step_time=0.01)
+        async with make(executor) as engine:
+            client = engine._client
+            streams = [engine.generate(f"{number}", tokens(30)) for number in range(50)]
+            results = await asyncio.gather(*map(collect, streams))
+            assert sum(len(ids_of(deltas)) for deltas in results) == 1_500
+            wake_ups, iterations = client.wake_ups, engine.metrics()["iterations"]
+        assert iterations >= 30
+        assert 30 <= wake_ups <= iterations + 2
+
+    run(main)
+
+
+def test_a_stalled_loop_finds_iterations_merged(run):
+    async def main():
+        executor = ScriptedExecutor()
+        async with make(executor) as engine:
+            stream = engine.generate("stalled", tokens(200))
+            first = await anext(stream)
+            before = engine._client.wake_ups
+            while len(executor.steps) < 200:
+                time.sleep(0.01)  # blocks the loop
+            rest = await collect(stream)
+            assert engine._client.wake_ups <= before + 2
+            assert ids_of([first, *rest]) == executor.expected("stalled", 200)
+            assert len(rest) <= 3
+
+    run(main)
+
+
+def test_a_slow_reader_merges_and_stalls_nobody(run):
+    async def main():
+        executor = ScriptedExecutor(step_time=0.001)
+        async with make(executor) as engine:
+            slow = engine.generate("slow", tokens(100))
+            first = await anext(slow)
+            quick = await collect(engine.generate("quick", tokens(120)))
+            assert len(quick) > 20
+            rest = await collect(slow)
+            assert len(rest) == 1
+            assert ids_of([first, *rest]) == executor.expected("slow", 100)
+
+    run(main)
+
+
+# C22: aborts in every state.
+
+
+def test_leaving_the_loop_aborts(run):
+    async def main():
+        executor = ScriptedExecutor(step_time=0.002)
+        async with make(executor) as engine:
+            async for delta in engine.generate("a", tokens(400)):
+                assert delta.text
+                break
+            await until(lambda: engine.metrics()["aborted"] == 1)
+            steps = len(executor.steps)
+            await asyncio.sleep(0.05)
+            assert len(executor.steps) <= steps + 2
+            await is_idle(engine)
+
+    run(main)
+
+
+def test_closing_aborts(run):
+    async def main():
+        async with make(ScriptedExecutor(step_time=0.002)) as engine:
+            stream = engine.generate("a", tokens(400))
+            async with aclosing(stream):
+                await anext(stream)
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+            await until(lambda: engine.metrics()["aborted"] == 1)
+            never_begun = engine.generate("a", tokens(4))
+            await never_begun.aclose()
+            assert await collect(never_begun) == []
+            assert engine.metrics()["submitted"] == 1
+            await is_idle(engine)
+
+    run(main)
+
+
+def test_cancelling_the_task_aborts(run):
+    async def main():
+        async with make(ScriptedExecutor(step_time=0.002)) as engine:
+            task = asyncio.create_task(collect(engine.generate("a", tokens(400))))
+            await until(lambda: engine.metrics()["output_tokens"] > 3)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: engine.metrics()["aborted"] == 1)
+            await is_idle(engine)
+
+    run(main)
+
+
+def test_cancelling_while_queued_prefilling_and_in_flight(run):
+    async def main():
+        executor = ScriptedExecutor()
+        async with make(executor, max_num_seqs=1, long_prefill_token_threshold=16) as engine:
+            executor.hold()
+            prefilling = asyncio.create_task(collect(engine.generate("p" * 100, tokens(50))))
+            await asyncio.to_thread(executor.wait_held)
+            queued = asyncio.create_task(collect(engine.generate("queued", tokens(50))))
+            await until(lambda: engine.metrics()["queued"] == 1)
+            queued.cancel()
+            await asyncio.wait([queued])
+            await until(lambda: engine.metrics()["queued"] == 0)
+            prefilling.cancel()
+            await asyncio.wait([prefilling])
+            await until(lambda: engine.metrics()["aborted"] == 2)
+            # Its step is in flight: the memory stays until the step has come back.
+            assert engine.metrics()["used_blocks"] > 0
+            executor.release()
+            await is_idle(engine)
+            prefills = [step for step in executor.steps if step.num_tokens == 16]
+            assert len(prefills) == 1
+
+    run(main)
+
+
+def test_many_clients_leave_at_once_again_and_again(run):
+    async def main():
+        executor = ScriptedExecutor(num_kv_blocks=2_000)
+        async with make(executor) as engine:
+            for _ in range(5):
+                stays = asyncio.create_task(collect(engine.generate("stays", tokens(60))))
+                leaving = [
+                    asyncio.create_task(collect(engine.generate(f"{number}", tokens(500))))
+                    for number in range(200)
+                ]
+                await asyncio.sleep(0.02)
+                for task in leaving:
+                    task.cancel()
+                await asyncio.wait(leaving)
+                assert ids_of(await stays) == executor.expected("stays", 60)
+            await is_idle(engine)
+            assert not engine._inboxes
+
+    run(main)
+
+
+def test_dropping_a_stream_unread_aborts(run):
+    async def main():
+        async with make(ScriptedExecutor(step_time=0.002)) as engine:
+            stream = engine.generate("a", tokens(400))
+            await anext(stream)
+            del stream
+            gc.collect()
+            await until(lambda: engine.metrics()["aborted"] == 1)
+            assert not engine._inboxes
+
+    run(main)
+
+
+# Refusals.
+
+
+def test_a_full_queue_raises_at_once(run):
+    async def main():
+        executor = ScriptedExecutor()
+        executor.hold()
+        async with make(executor, max_queued_requests=2, max_num_seqs=1) as engine:
+            running = asyncio.create_task(collect(engine.generate("r", tokens(4))))
+            await asyncio.to_thread(executor.wait_held)
+            waiting = [
+                asyncio.create_task(collect(engine.generate(f"w{number}", tokens(4))))
+                for number in range(2)
+            ]
+            await until(lambda: engine.metrics()["queued"] == 2)
+            begin = time.monotonic()
+            with pytest.raises(QueueFullError, match="2 of 2 requests are waiting") as caught:
+                await collect(engine.generate("too many", tokens(4)))
+            assert caught.value.code == "queue_full"
+            assert time.monotonic() - begin < 1
+            executor.release()
+            for deltas in await asyncio.gather(running, *waiting):
+                assert len(ids_of(deltas)) == 4
+            await is_idle(engine)
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error"),
+    [
+        ("x" * 64, {}, ContextLengthError),
+        ([300], {}, InvalidRequestError),
+        ({}, {}, InvalidRequestError),
+        ("a", {"temperature": -1.0}, InvalidRequestError),
+        ("a", {"stop": [""]}, InvalidRequestError),
+    ],
+)
+def test_a_refused_request_leaves_nothing(run, prompt, params, error):
+    async def main():
+        async with make(max_model_len=64, max_queued_requests=1) as engine:
+            for _ in range(3):
+                with pytest.raises(error):
+                    await collect(engine.generate(prompt, SamplingParams(**params)))
+            await is_idle(engine)
+
+    run(main)
+
+
+def test_a_tokenizer_that_raises_gives_the_place_back(run):
+    async def main():
+        executor = ScriptedExecutor()
+
+        def refuse(_text):
+            raise ValueError("no such text")
+
+        async with make(executor, max_queued_requests=1) as engine:
+            encode, executor.tokenizer.encode = executor.tokenizer.encode, refuse
+            with pytest.raises(ValueError, match="no such text"):
+                await collect(engine.generate("a"))
+            executor.tokenizer.encode = encode
+            await is_idle(engine)
+
+    run(main)
+
+
+def test_process_isolation_is_not_there_yet():
+    with pytest.raises(ConfigError, match="isolation='thread'"):
+        AsyncEngine(executor=ScriptedExecutor(), isolation="process")
+
+
+# C21: failures end streams with an error.
+
+
+def test_an_exception_ends_the_streams_of_its_step(run, caplog):
+    async def main():
+        executor = ScriptedExecutor(raise_at_steps=[5])
+        async with make(executor) as engine:
+            stream = engine.generate("a", tokens(20))
+            got = []
+            with pytest.raises(RequestFailedError, match="RuntimeError: scripted failure"):
+                async for delta in stream:
+                    got.append(delta)
+            assert ids_of(got) == executor.expected("a", 4)
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+            await is_idle(engine)
+
+    run(main)
+    assert "failed in step 5" in caplog.text
+
+
+def test_a_failed_row_ends_only_its_stream(run):
+    async def main():
+        executor = ScriptedExecutor(fail_rows={"bad": 5}, step_time=0.001)
+        async with make(executor) as engine:
+            good = [
+                asyncio.create_task(collect(engine.generate(f"good {number}", tokens(30))))
+                for number in range(3)
+            ]
+            with pytest.raises(RequestFailedError):
+                await collect(engine.generate("bad", tokens(30)))
+            for number, deltas in enumerate(await asyncio.gather(*good)):
+                assert ids_of(deltas) == executor.expected(f"good {number}", 30)
+            await is_idle(engine)
+
+    run(main)
+
+
+def test_a_dead_executor_thread_ends_everything(run, caplog):
+    async def main():
+        executor = ScriptedExecutor(
+            raise_at_steps=[5], error=SystemExit("bye"), step_time=0.002, num_kv_blocks=40
+        )
+        async with make(executor, max_num_seqs=2) as engine:
+            streams = [collect(engine.generate(f"{n}", tokens(50))) for n in range(6)]
+            results = await asyncio.gather(*streams, return_exceptions=True)
+            assert [type(result) for result in results] == [EngineDeadError] * 6
+            with pytest.raises(EngineDeadError, match="SystemExit: bye"):
+                await collect(engine.generate("late"))
+
+    run(main)
+    assert "executor thread has died" in caplog.text
+
+
+# Shutdown.
+
+
+def test_shutdown_with_live_requests(run):
+    async def main():
+        executor = ScriptedExecutor(step_time=0.005)
+        engine = make(executor, max_num_seqs=2)
+        tasks = [
+            asyncio.create_task(collect(engine.generate(f"{n}", tokens(400)))) for n in range(5)
+        ]
+        await until(lambda: len(executor.steps) > 5)
+        await engine.shutdown()
+        for deltas in await asyncio.gather(*tasks):
+            assert deltas[-1].finish_reason == "abort"
+        await engine.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await collect(engine.generate("late"))
+
+    run(main)
+
+
+def test_shutdown_while_a_step_hangs(run, caplog, monkeypatch):
+    monkeypatch.setattr("chairlift.engine._JOIN_TIMEOUT_S", 0.2)
+
+    async def main():
+        executor = ScriptedExecutor()
+        executor.hold()
+        engine = make(executor)
+        task = asyncio.create_task(collect(engine.generate("a", tokens(4))))
+        await asyncio.to_thread(executor.wait_held)
+        await engine.shutdown()
+        (delta,) = await task
+        assert delta.finish_reason == "abort"
+        executor.release()
+
+    run(main)
+    assert "still running" in caplog.text
+
+
+def test_one_loop_after_the_other():
+    executor = ScriptedExecutor()
+    engine = make(executor)
+    for _ in range(3):
+        deltas = asyncio.run(collect(engine.generate("a", tokens(8))))
+        assert ids_of(deltas) == executor.expected("a", 8)
+    asyncio.run(engine.shutdown())
+
+
+def test_not_on_two_loops_at_once(run):
+    async def main():
+        async with make() as engine:
+            await collect(engine.generate("a"))
+
+            def elsewhere():
+                asyncio.run(collect(engine.generate("a")))
+
+            with pytest.raises(RuntimeError, match="another event loop"):
+                await asyncio.to_thread(elsewhere)
+
+    run(main)

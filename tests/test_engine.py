@@ -1,0 +1,425 @@
+"""The threads and the boundary below ``LLM`` and ``AsyncEngine``."""
+
+from __future__ import annotations
+
+import re
+import select
+import threading
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from chairlift import EngineDeadError, QueueFullError, SamplingParams
+from chairlift.engine import CoreSettings, EngineArgs, EngineOptions, LocalEngine
+from chairlift.errors import InvalidRequestError
+from chairlift.executor import SampleLogprobs, StepResult
+from chairlift.prompts import ParsedPrompt
+from chairlift.testing import ScriptedExecutor
+
+
+@pytest.fixture
+def start():
+    """Start engines that are shut down after the test, with their executors let go."""
+    started = []
+
+    def go(executor=None, **options):
+        executor = executor or ScriptedExecutor()
+        engine = LocalEngine(EngineArgs(executor=executor, **options))
+        started.append((engine, executor))
+        return engine
+
+    yield go
+    for engine, executor in started:
+        if isinstance(executor, ScriptedExecutor):
+            executor.release()
+        engine.shutdown()
+
+
+def request(engine, prompt, max_tokens=5, **options):
+    ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
+    params = SamplingParams(max_tokens=max_tokens, **options)
+    return engine.prepare(ParsedPrompt(None, ids), ids, params)[0]
+
+
+def submit(engine, prompt, max_tokens=5, **options):
+    return engine.client.submit(request(engine, prompt, max_tokens, **options))
+
+
+def until_ended(engine, *request_ids):
+    """Take batches until these requests have ended; returns all batches."""
+    batches, left = [], set(request_ids)
+    deadline = time.monotonic() + 20
+    while left:
+        assert time.monotonic() < deadline
+        batch = engine.client.wait(1.0)
+        if batch is not None:
+            batches.append(batch)
+            left -= {ended.request_id for ended in batch.ended()}
+    return batches
+
+
+def deltas_of(batches, request_id):
+    return [d for batch in batches for d in batch.deltas() if d.request_id == request_id]
+
+
+def test_options_and_arguments_agree():
+    assert set(EngineOptions.__annotations__) | {"model"} == set(EngineArgs.__slots__)
+    # What the core reads, it finds.
+    assert set(CoreSettings.__slots__) - {"vocab_size"} <= set(EngineArgs.__slots__)
+
+
+def test_flat_arrays_and_objects_say_the_same(start):
+    executor = ScriptedExecutor(scripts={"é": "é→x"}, step_time=0.003)
+    engine = start(executor)
+    ids = [submit(engine, "é"), submit(engine, "other", n=2), submit(engine, "third", 3)]
+    batches = until_ended(engine, *ids)
+    assert len(batches) > 3
+    for batch in batches:
+        deltas = batch.deltas()
+        assert len(batch) == len(deltas)
+        assert batch.request_ids.tolist() == [delta.request_id for delta in deltas]
+        assert batch.indices.tolist() == [delta.index for delta in deltas]
+        for delta, (begin, end), (first, last), code in zip(
+            deltas, batch.token_ranges, batch.text_ranges, batch.finish_codes, strict=True
+        ):
+            assert batch.token_ids[begin:end].tolist() == delta.token_ids
+            assert batch.text[first:last].decode() == delta.text
+            assert (code != 0) == (delta.finish_reason is not None)
+    assert batches[0].token_ids.dtype == np.int32
+    assert {name for batch in batches for name, _ in batch.scheduled()} == set(ids)
+    assert sum(batch.iterations for batch in batches) >= 5
+    codes = [code for batch in batches for code in batch.finish_codes if code]
+    assert sorted(codes) == [4, 4, 4, 4]
+
+
+def test_undrained_iterations_merge(start):
+    executor = ScriptedExecutor()
+    engine = start(executor)
+    ids = [submit(engine, "a", 50), submit(engine, "b", 60)]
+    while engine.client.metrics()["finished"] < 2:
+        time.sleep(0.005)
+    batch = engine.client.drain()
+    assert batch.iterations >= 60
+    for request_id, prompt, count in zip(ids, "ab", (50, 60), strict=True):
+        own = deltas_of([batch], request_id)
+        assert [token for delta in own for token in delta.token_ids] == executor.expected(
+            prompt, count
+        )
+        assert "".join(delta.text for delta in own) == bytes(
+            executor.expected(prompt, count)
+        ).decode()
+    assert engine.client.drain() is None
+
+
+def test_a_batch_outlives_those_after_it(start):
+    executor = ScriptedExecutor(step_time=0.002)
+    engine = start(executor)
+    request_id = submit(engine, "keep", 20)
+    batches = until_ended(engine, request_id)
+    tokens = [token for delta in deltas_of(batches, request_id) for token in delta.token_ids]
+    assert tokens == executor.expected("keep", 20)
+
+
+def test_waiting_for_an_end_skips_iterations(start):
+    engine = start(ScriptedExecutor(step_time=0.002))
+    request_id = submit(engine, "a", 30)
+    batch = engine.client.wait(until_end=True)
+    assert [ended.request_id for ended in batch.ended()] == [request_id]
+    assert batch.iterations >= 30
+
+
+def test_waiting_ends_in_time(start):
+    engine = start()
+    begin = time.monotonic()
+    assert engine.client.wait(0.25) is None
+    assert 0.2 < time.monotonic() - begin < 2
+    assert engine.client.wait(0.0) is None
+
+
+def test_the_descriptor_is_readable_while_there_is_news(start):
+    engine = start()
+    client = engine.client
+
+    def readable(timeout):
+        return bool(select.select([client.fileno()], [], [], timeout)[0])
+
+    assert not readable(0)
+    submit(engine, "a")
+    assert readable(5)
+    while client.metrics()["finished"] < 1:
+        time.sleep(0.002)
+    assert client.drain() is not None
+    assert not readable(0)
+    assert client.drain() is None
+    engine.shutdown()
+    assert readable(5)
+    assert "shut down" in client.end_reason
+
+
+def test_commands_are_served_while_a_step_runs(start):
+    executor = ScriptedExecutor()
+    engine = start(executor, max_queued_requests=2, max_num_seqs=1)
+    client = engine.client
+    executor.hold()
+    running = submit(engine, "running", 3)
+    executor.wait_held()
+    begin = time.monotonic()
+    waiting = submit(engine, "waiting", 3)
+    assert client.metrics()["queued"] == 1
+    place = client.reserve()
+    with pytest.raises(QueueFullError):
+        client.reserve()
+    place.release()
+    place.release()
+    doomed = submit(engine, "doomed", 3)
+    client.abort(doomed)
+    (ended,) = [end for batch in [client.wait(5)] for end in batch.ended()]
+    assert ended.request_id == doomed
+    client.abort(running)
+    batch = client.wait(5)
+    assert [delta.finish_reason for delta in batch.deltas()] == ["abort"]
+    assert time.monotonic() - begin < 2
+    assert len(executor.steps) == 1
+    executor.release()
+    batches = until_ended(engine, waiting)
+    assert not deltas_of(batches, running)
+    assert client.metrics()["used_blocks"] == 0
+
+
+def test_reservations_are_given_back(start):
+    engine = start(max_queued_requests=1)
+    client = engine.client
+    for _ in range(3):
+        place = client.reserve()
+        assert client.metrics()["queued"] == 1
+        del place
+        with client.reserve():
+            pass
+        with pytest.raises(KeyError), client.reserve():
+            raise KeyError
+    place = client.reserve()
+    with pytest.raises(InvalidRequestError):
+        client.submit(request(engine, []), place)
+    assert client.metrics()["queued"] == 0
+    with pytest.raises(RuntimeError, match="used or released"):
+        client.submit(request(engine, "a"), place)
+    place = client.reserve()
+    assert client.submit(request(engine, "a"), place) == place.request_id
+    until_ended(engine, place.request_id)
+
+
+def test_submit_many_takes_what_fits(start):
+    executor = ScriptedExecutor()
+    engine = start(executor, max_queued_requests=3, max_num_seqs=1)
+    executor.hold()
+    first = submit(engine, "first", 2)
+    executor.wait_held()
+    ids = engine.client.submit_many([request(engine, f"{n}", 2) for n in range(5)])
+    assert len(ids) == 3
+    assert engine.client.submit_many([request(engine, "x")]) == []
+    with pytest.raises(QueueFullError, match="3 of 3"):
+        submit(engine, "y")
+    executor.release()
+    until_ended(engine, first, *ids)
+    with pytest.raises(InvalidRequestError):
+        engine.client.submit_many([request(engine, [])])
+
+
+def test_abort_in_every_state_is_idempotent(start):
+    executor = ScriptedExecutor(step_time=0.002)
+    engine = start(executor)
+    engine.client.abort(10**9)
+    request_id = submit(engine, "a", 200)
+    engine.client.wait(5)
+    for _ in range(3):
+        engine.client.abort(request_id)
+    batches = until_ended(engine, request_id)
+    engine.client.abort(request_id)
+    last = deltas_of(batches, request_id)[-1]
+    assert last.finish_reason == "abort"
+    assert engine.client.wait(0.1) is None
+    assert engine.client.metrics()["aborted"] == 1
+
+
+def test_nothing_spins_when_idle(start):
+    engine = start()
+    until_ended(engine, submit(engine, "a"))
+    time.sleep(0.1)
+    cpu, steps = time.process_time(), engine.client.metrics()["iterations"]
+    time.sleep(1.0)
+    assert time.process_time() - cpu < 0.05
+    assert engine.client.metrics()["iterations"] == steps
+
+
+def test_times_are_in_order(start):
+    executor = ScriptedExecutor(step_time=0.01)
+    engine = start(executor)
+    before = engine.core.now()
+    request_id = submit(engine, "a", 4)
+    (ended,) = [end for batch in until_ended(engine, request_id) for end in batch.ended()]
+    times = [
+        before,
+        ended.arrival_time,
+        ended.first_scheduled_time,
+        ended.first_token_time,
+        ended.finished_time,
+        engine.core.now(),
+    ]
+    assert all(earlier <= later for earlier, later in pairwise(times))
+    assert ended.first_token_time - ended.arrival_time >= 0.01
+    assert ended.finished_time - ended.first_token_time >= 0.03
+    metrics = engine.client.metrics()
+    assert metrics["steps"] == metrics["iterations"] == 4
+    assert metrics["step_us"] >= 40_000
+
+
+class Answering(ScriptedExecutor):
+    """Lets a test spoil the result of the second step."""
+
+    def __init__(self, spoil):
+        super().__init__()
+        self.spoil = spoil
+
+    def execute(self, plan):
+        result = super().execute(plan)
+        return self.spoil(result) if plan.step == 2 else result
+
+
+def replaced(**changes):
+    def spoil(result):
+        fields = {
+            "token_ids": result.token_ids,
+            "statuses": result.statuses,
+            "logprobs": result.logprobs,
+        }
+        return StepResult(**(fields | changes))
+
+    return spoil
+
+
+def logprobs(offsets, ids, values):
+    return SampleLogprobs(
+        np.array(offsets, dtype=np.int32),
+        np.array(ids, dtype=np.int32),
+        np.array(values, dtype=np.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            replaced(token_ids=np.array([97], dtype=np.int64)),
+            "StepResult.token_ids must be a contiguous one-dimensional int32 array; it is "
+            "1 dimension(s) of format 'l', contiguous",
+        ),
+        (replaced(token_ids=[97]), "StepResult.token_ids must be .*; it is a list"),
+        (replaced(token_ids=np.zeros((1, 1), dtype=np.int32)), "it is 2 dimension"),
+        (replaced(token_ids=np.zeros(2, dtype=np.int32)), "token_ids has 2 entries, .* needs 1"),
+        (
+            replaced(token_ids=np.array([258], dtype=np.int32)),
+            "StepResult.token_ids has token 258, which is outside the vocabulary of 258",
+        ),
+        (replaced(token_ids=np.array([-1], dtype=np.int32)), "has token -1"),
+        (replaced(token_ids=None), "it is a NoneType"),
+        (replaced(statuses=np.zeros(3, dtype=np.uint8)), "statuses has 3 entries"),
+        (replaced(statuses=np.zeros(1, dtype=np.int8)), "statuses must be .* uint8"),
+        (replaced(logprobs=logprobs([0], [], [])), "logprobs.offsets has 1 entries, .* needs 2"),
+        (replaced(logprobs=logprobs([0, 2], [1], [0.0])), "must rise from 0 to the 1 entries"),
+        (replaced(logprobs=logprobs([0, 1], [1], [])), "logprobs.values has 0 entries"),
+        (replaced(logprobs=logprobs([0, 1], [999], [0.0])), "logprobs.token_ids has token 999"),
+        (lambda _: "?", "AttributeError: 'str' object has no attribute 'statuses'"),
+    ],
+)
+def test_a_wrong_result_is_named_and_fails_the_step(start, spoil, message):
+    engine = start(Answering(spoil))
+    request_id = submit(engine, "a", 5)
+    last = deltas_of(until_ended(engine, request_id), request_id)[-1]
+    assert last.finish_reason == "error"
+    assert re.search(message.replace("(s)", r"\(s\)"), last.error)
+    until_ended(engine, submit(engine, "b", 5))
+    assert engine.client.metrics()["failed"] == 1
+
+
+def test_a_failed_rows_token_is_not_looked_at(start):
+    garbage = replaced(token_ids=np.array([-5], dtype=np.int32), statuses=np.ones(1, dtype=np.uint8))
+    engine = start(Answering(garbage))
+    request_id = submit(engine, "a", 5)
+    last = deltas_of(until_ended(engine, request_id), request_id)[-1]
+    assert "failed on this request" in last.error
+    assert engine.client.metrics()["failed_steps"] == 0
+
+
+def test_failing_every_step_never_ends_the_engine(start, caplog):
+    executor = ScriptedExecutor(raise_at_steps=range(1, 21))
+    engine = start(executor)
+    for _ in range(20):
+        until_ended(engine, submit(engine, "a", 2))
+    request_id = submit(engine, "a", 2)
+    assert deltas_of(until_ended(engine, request_id), request_id)[-1].finish_reason == "length"
+    assert len(caplog.records) == 20
+
+
+def test_a_message_of_each_step_is_its_own(start):
+    class Counting(ScriptedExecutor):
+        def execute(self, plan):
+            raise ValueError(f"number {plan.step}")
+
+    engine = start(Counting())
+    ids = []
+    for _ in range(3):
+        ids.append(submit(engine, "a", 2))
+        while engine.client.metrics()["failed"] < len(ids):
+            time.sleep(0.002)
+    batch = engine.client.drain()
+    errors = {delta.request_id: delta.error for delta in batch.deltas()}
+    for number, request_id in enumerate(ids, start=1):
+        assert errors[request_id].endswith(f"ValueError: number {number}")
+
+
+def test_plans_are_views_that_hold_until_the_result(start):
+    class Looking(ScriptedExecutor):
+        seen = []
+
+        def execute(self, plan):
+            result = super().execute(plan)
+            check = {name: np.array(getattr(plan, name)) for name in ("rows", "token_ids")}
+            time.sleep(0.005)
+            assert all((getattr(plan, name) == kept).all() for name, kept in check.items())
+            self.seen.append((plan.block_ids.ctypes.data, plan.block_ids.base is not None))
+            return result
+
+    engine = start(Looking())
+    until_ended(engine, submit(engine, "a", 9))
+    # Two sets in a ring, none of them copied.
+    assert len({address for address, _ in Looking.seen}) == 2
+    assert all(is_view for _, is_view in Looking.seen)
+
+
+def test_one_executor_thread_only(start):
+    engine = start()
+    until_ended(engine, submit(engine, "a"))
+    with pytest.raises(RuntimeError, match="executor thread already"):
+        engine.core.run_executor(ScriptedExecutor())
+
+
+def test_shutdown_from_many_threads(start):
+    engine = start(ScriptedExecutor(step_time=0.005))
+    submit(engine, "a", 400)
+    threads = [threading.Thread(target=engine.shutdown) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    batch = engine.client.drain()
+    assert [delta.finish_reason for delta in batch.deltas()][-1] == "abort"
+    with pytest.raises(EngineDeadError):
+        engine.client.wait()
+    with pytest.raises(EngineDeadError):
+        submit(engine, "b")
+    with pytest.raises(EngineDeadError):
+        engine.client.reserve()
+    engine.client.abort(1)
