@@ -223,7 +223,9 @@ def test_exactly_one_bos_in_text() -> None:
     assert tokenizer.encode_batch(["<s>hello", "hello"]) == [[0, *plain], [0, *plain]]
     assert tokenizer.encode_batch(["<s>hello"], add_special_tokens=False) == [[0, *plain]]
     assert tokenizer.bos_token_id == 0
-    assert Tokenizer(byte_level(), config=CONFIG).encode("hello") == plain
+    without = Tokenizer(byte_level(), config=CONFIG)  # adds none, so it takes none away
+    assert without.encode("hello") == plain
+    assert without.encode("<s><s>hello") == [0, 0, *plain]
 
 
 def test_truncation_of_the_file_is_switched_off() -> None:
@@ -429,6 +431,19 @@ def test_tools_and_arguments_are_guarded_too() -> None:
     assert text_of(ids).count("<|im_end|>") == 5
     ids = tokenizer.apply_chat_template([message], eos_token="<|im_end|>")
     assert END not in ids
+
+
+def test_an_attack_by_an_argument_alone_is_seen() -> None:
+    ids = chat("{{ tools[0].name }}{{ eos_token }}", tools=[{"name": ATTACK}])
+    assert ids == [*without_control(ATTACK), END]
+
+
+def test_the_tokenizers_own_normalizer_sees_no_guards() -> None:
+    library = byte_level()
+    library.normalizer = normalizers.Replace("<|im_end", "the")
+    tokenizer = Tokenizer(library, chat_template="{{ messages[0].content }}")
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "a<|im_end|>"}])
+    assert text_of(ids) == "athe|>"
 
 
 def test_tokens_that_the_template_names_are_the_assistants_alone() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Self, final
 
 import numpy as np
+from numpy import int32, int64
 from numpy.typing import NDArray
 
 from chairlift.engine import CoreSettings, CoreVocabulary
@@ -138,3 +139,60 @@ class EngineCore:
     def run_executor(self, executor: Executor) -> None: ...
     def shutdown(self) -> None: ...
     def now(self) -> float: ...
+
+# Kernels
+
+@final
+class AttentionBatch:
+    """Where the tokens of one step stand, checked and copied once per step."""
+
+    def __new__(
+        cls,
+        query_start_loc: NDArray[int32],
+        seq_lens: NDArray[int32],
+        positions: NDArray[int32],
+        slot_mapping: NDArray[int64],
+        block_table_offsets: NDArray[int32],
+        block_ids: NDArray[int32],
+    ) -> AttentionBatch: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+@final
+class AttentionLayer:
+    """One attention layer: sizes, and the addresses of its tables and weights."""
+
+    def __new__(
+        cls,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        rope: tuple[int, int, int, int] | None,
+        q_norm: tuple[int, bool] | None,
+        k_norm: tuple[int, bool] | None,
+        norm_eps: float,
+    ) -> AttentionLayer: ...
+
+def attention_forward(
+    batch: AttentionBatch,
+    layer: AttentionLayer,
+    tensors: tuple[int, int, int, int],
+    is_bf16: bool,
+    cache_is_bf16: bool,
+    num_blocks: int,
+    block_size: int,
+    threads: int,
+) -> None: ...
+def add_rms_norm(
+    tensors: tuple[int, int, int, int],
+    is_bf16: bool,
+    weight_is_bf16: bool,
+    rows: int,
+    width: int,
+    eps: float,
+    threads: int,
+) -> None: ...
+def silu_and_mul(x: int, out: int, is_bf16: bool, rows: int, width: int, threads: int) -> None: ...
+def use_openmp(gomp_parallel: int) -> bool: ...
+def kernel_pool() -> str: ...

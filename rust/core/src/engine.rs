@@ -195,8 +195,7 @@ impl Engine {
             .sequences
             .iter()
             .map(|(_, sequence)| &sequence.table);
-        let copies = std::iter::once(&self.lane.step.copy_sources);
-        self.lane.pool.audit(tables.chain(copies))?;
+        self.lane.pool.audit(tables)?;
         let running = self.lane.running.len();
         let waiting = self.ledger.queue.len();
         let sequences = self.ledger.sequences.len();
@@ -236,6 +235,12 @@ impl Engine {
             .map(|key| self.ledger.sequences[key.0].arrival);
         if !arrivals.is_sorted() {
             return Err("the running set is not in order of arrival".into());
+        }
+        for key in self.lane.running.iter().filter(|_| self.lane.in_flight) {
+            let sequence = &self.ledger.sequences[key.0];
+            if sequence.num_remaining_tokens() == 1 && sequence.num_scheduled_tokens == 0 {
+                return Err(format!("{:?} decodes but got no token", sequence.arrival));
+            }
         }
         Ok(())
     }

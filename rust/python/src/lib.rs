@@ -14,6 +14,7 @@ mod delivery;
 mod engine;
 mod errors;
 mod executor_thread;
+mod kernels;
 mod metrics;
 mod plan_memory;
 mod plan_views;
@@ -30,6 +31,11 @@ mod _core {
     use crate::client::{EngineClient, Reservation};
     #[pymodule_export]
     use crate::engine::EngineCore;
+    #[pymodule_export]
+    use crate::kernels::{
+        AttentionBatch, AttentionLayer, add_rms_norm, attention_forward, kernel_pool, silu_and_mul,
+        use_openmp,
+    };
     #[pymodule_export]
     use crate::request::Request;
 }

@@ -3,7 +3,7 @@
 
 use crate::config::Limits;
 use crate::iteration::rows::RowPool;
-use crate::memory::blocks::{BlockCopy, BlockPool, BlockTable};
+use crate::memory::blocks::{BlockCopy, BlockPool};
 use crate::request::SequenceKey;
 
 pub(crate) struct Lane {
@@ -25,18 +25,15 @@ pub(crate) struct Step {
     pub(crate) decodes: Vec<SequenceKey>,
     /// Prefill chunks of more than one token.
     pub(crate) chunks: Vec<SequenceKey>,
-    /// Copies on write, and for whom.
+    /// Copies on write, and for whom. They run in this order and before anything is written, so a
+    /// source that is let go of in the same step is still read in time.
     pub(crate) copies: Vec<(SequenceKey, BlockCopy)>,
-    /// Keeps the sources of the copies from being reused before they are read.
-    pub(crate) copy_sources: BlockTable,
 }
 
 impl Lane {
     pub(crate) fn new(limits: &Limits) -> Self {
         let pool = BlockPool::new(limits.num_kv_blocks());
         let seqs = limits.max_num_seqs() as usize;
-        let mut copy_sources = pool.table();
-        copy_sources.reserve(limits.max_num_seqs());
         Self {
             rows: RowPool::new(limits.max_num_seqs()),
             running: Vec::with_capacity(seqs),
@@ -45,7 +42,6 @@ impl Lane {
                 decodes: Vec::with_capacity(seqs),
                 chunks: Vec::with_capacity(seqs),
                 copies: Vec::with_capacity(seqs),
-                copy_sources,
             },
             in_flight: false,
             pool,
@@ -54,12 +50,11 @@ impl Lane {
 }
 
 impl Step {
-    /// Forgets who was in it and lets go of the copies' sources.
+    /// Forgets who was in it.
     pub(crate) fn clear(&mut self) {
         self.decodes.clear();
         self.chunks.clear();
         self.copies.clear();
-        self.copy_sources.release();
     }
 
     /// Adds a sequence with so many query tokens.

@@ -100,6 +100,7 @@ impl Ledger {
             row: None,
             sibling_rows: Vec::new(),
             num_unborn: request.sampling.n - 1,
+            may_share_last_block: request.sampling.n > 1,
             root,
             chain,
             text: TextState::new(request.stop.stop.clone()),

@@ -68,7 +68,6 @@ impl Scheduler<'_> {
                 self.lane.step.decodes.push(key);
                 if let Some(copy) = copy {
                     self.lane.step.copies.push((key, copy));
-                    self.lane.step.copy_sources.hold(copy.0);
                 }
                 position += 1;
                 continue;

@@ -34,6 +34,8 @@ pub(crate) struct Sequence {
     pub(crate) sibling_rows: Vec<Row>,
     /// How many siblings those are, also while there are no rows for them.
     pub(crate) num_unborn: u32,
+    /// Has siblings, so its last block may be theirs too.
+    pub(crate) may_share_last_block: bool,
     /// Where the hash chain starts: the request's extras.
     pub(crate) root: BlockHash,
     /// Hashes of the full blocks of `tokens`, as far as they were needed.
@@ -104,8 +106,10 @@ impl Sequence {
     ) -> Result<Option<BlockCopy>, OutOfBlocks> {
         if self.num_computed_tokens as usize == self.table.blocks().len() * block_size as usize {
             self.table.grow(1).map(|()| None)
-        } else {
+        } else if self.may_share_last_block {
             self.table.own_last()
+        } else {
+            Ok(None)
         }
     }
 
@@ -154,6 +158,7 @@ impl Sequence {
             row: Some(row),
             sibling_rows: Vec::new(),
             num_unborn: 0,
+            may_share_last_block: self.may_share_last_block,
             root: self.root,
             chain: self.chain.clone(),
             text,

@@ -278,12 +278,6 @@ impl BlockTable {
         Ok(Some((source, copy)))
     }
 
-    /// Adds a reference to `block`, which is used by another table: keeps it from being reused.
-    pub fn hold(&mut self, block: BlockId) {
-        self.pool.0.borrow_mut().share(block);
-        self.blocks.push(block);
-    }
-
     /// Makes the full block at `position` findable by its content.
     pub fn publish(&self, position: usize, hash: BlockHash) {
         let block = self.blocks[position];

@@ -32,17 +32,22 @@ impl BlockHash {
         Self::truncate(&hasher.finalize())
     }
 
-    /// The link after `self`: a full block of `tokens`.
+    /// The link after `self`: a full block of `tokens`, hashed with `self` as the key.
     #[must_use]
     pub fn then(self, tokens: &[u32]) -> Self {
-        let mut hasher = blake3::Hasher::new();
-        hasher.update(&self.0.to_le_bytes());
+        let mut key = [0; blake3::KEY_LEN];
+        key[..16].copy_from_slice(&self.0.to_le_bytes());
+        // Blocks of up to 64 tokens, the usual ones, are hashed from the stack in one call.
         let mut bytes = [0_u8; 256];
+        if let Some(bytes) = bytes.get_mut(..tokens.len() * 4) {
+            write_le(bytes, tokens);
+            return Self::truncate(&blake3::keyed_hash(&key, bytes));
+        }
+        let mut hasher = blake3::Hasher::new_keyed(&key);
         for chunk in tokens.chunks(bytes.len() / 4) {
-            for (slot, token) in bytes.chunks_exact_mut(4).zip(chunk) {
-                slot.copy_from_slice(&token.to_le_bytes());
-            }
-            hasher.update(&bytes[..chunk.len() * 4]);
+            let bytes = &mut bytes[..chunk.len() * 4];
+            write_le(bytes, chunk);
+            hasher.update(bytes);
         }
         Self::truncate(&hasher.finalize())
     }
@@ -51,6 +56,12 @@ impl BlockHash {
         let mut low = [0; 16];
         low.copy_from_slice(&hash.as_bytes()[..16]);
         Self(u128::from_le_bytes(low))
+    }
+}
+
+fn write_le(bytes: &mut [u8], tokens: &[u32]) {
+    for (slot, token) in bytes.chunks_exact_mut(4).zip(tokens) {
+        slot.copy_from_slice(&token.to_le_bytes());
     }
 }
 

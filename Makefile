@@ -1,0 +1,64 @@
+# One command runner: `make help` lists it. Everything is installed into .venv and built where it is
+# missing or older than its sources; nothing else on the machine is touched.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := .make
+RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
+PROMPT ?=
+export PROMPT
+
+.DEFAULT_GOAL := help
+.PHONY: help run test test-rust test-python check format bench wheel clean
+
+help: ## This list
+	@echo "Chairlift: make <target>"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+
+run: $(STAMPS)/installed ## Serve several prompts at once on the default model; PROMPT="..." adds yours
+	@$(BIN)/chairlift generate --examples $${PROMPT:+"$$PROMPT"}
+
+test: test-rust test-python ## All Rust tests, then all Python tests
+
+test-rust: $(STAMPS)/installed
+	cargo test --locked --workspace --exclude chairlift-python
+
+test-python: $(STAMPS)/installed
+	$(BIN)/python -m pytest
+
+check: $(STAMPS)/installed ## Formatters, clippy, ruff, mypy --strict, stubtest
+	cargo fmt --all --check
+	cargo clippy --locked --workspace --all-targets -- -D warnings
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/stubtest chairlift._core --ignore-missing-stub
+
+format: $(STAMPS)/installed ## Let the formatters have their way
+	cargo fmt --all
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMPS)/installed ## Scheduler benches (criterion) and boundary benches (pytest-benchmark)
+	cargo bench --locked -p chairlift-benches
+	$(BIN)/python -m pytest benches --benchmark-only
+
+wheel: $(STAMPS)/installed ## One abi3 wheel for CPython 3.11 and newer, in dist/
+	$(BIN)/maturin build --release --out dist
+
+clean: ## Remove what make made (the model cache stays)
+	rm -rf $(VENV) $(STAMPS) target dist
+
+$(STAMPS)/venv:
+	@command -v cargo >/dev/null || { echo "cargo is missing: install Rust (1.88 or newer) first" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is too old: set PYTHON to Python 3.11 or newer" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip 'maturin>=1.9,<2'
+	@mkdir -p $(STAMPS) && touch $@
+
+# Installs the dependencies (torch is large: the first time takes minutes) and the release build.
+$(STAMPS)/installed: $(STAMPS)/venv pyproject.toml $(RUST_SOURCES)
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --extras test,dev
+	@touch $@

@@ -1,0 +1,142 @@
+//! The scheduler alone: schedule + plan + commit + outputs, per iteration.
+//!
+//! Blocks of 16, prefix cache on, prompts of 512 tokens that share nothing. The executor costs
+//! nothing, so every microsecond here is the engine's own.
+
+use std::time::Instant;
+
+use chairlift_benches::Bench;
+use chairlift_core::config::Settings;
+use chairlift_core::memory::prefix::{BlockHash, extend_chain};
+use criterion::{Criterion, criterion_group, criterion_main};
+
+const PROMPT: u32 = 512;
+
+fn settings(running: u32) -> Settings {
+    Settings {
+        max_num_seqs: running,
+        max_num_batched_tokens: 8_192.max(running),
+        max_model_len: 4_096,
+        num_kv_blocks: running * 100,
+        max_queued_requests: 1 << 20,
+        vocab_size: chairlift_benches::VOCAB_SIZE,
+        ..Settings::default()
+    }
+}
+
+/// An engine with `running` sequences that all decode.
+fn decoding(running: u32) -> Bench {
+    let mut bench = Bench::new(&settings(running));
+    for _ in 0..running {
+        let request = bench.request(PROMPT, 1_000);
+        bench.submit(request);
+    }
+    while bench.step() != running as usize {}
+    bench
+}
+
+/// Iterations in which all decode; the engine is made anew when its sequences near their end.
+fn steady_decode(c: &mut Criterion) {
+    let mut group = c.benchmark_group("steady_decode");
+    for running in [1, 64, 256, 1_024] {
+        group.bench_function(running.to_string(), |b| {
+            b.iter_custom(|iterations| {
+                let mut spent = std::time::Duration::ZERO;
+                let mut left = iterations;
+                while left > 0 {
+                    let mut bench = decoding(running);
+                    let round = left.min(900);
+                    let start = Instant::now();
+                    for _ in 0..round {
+                        assert_eq!(bench.step(), running as usize);
+                    }
+                    spent += start.elapsed();
+                    left -= round;
+                }
+                spent
+            });
+        });
+    }
+    group.finish();
+}
+
+/// One newcomer of 512 tokens: submitted, admitted, prefilled in one chunk, finished by its first token.
+fn admit(c: &mut Criterion) {
+    let mut group = c.benchmark_group("admit");
+    group.bench_function("512", |b| {
+        let mut bench = Bench::new(&settings(256));
+        b.iter_custom(|iterations| {
+            let mut spent = std::time::Duration::ZERO;
+            for _ in 0..iterations {
+                let request = bench.request(PROMPT, 1);
+                let start = Instant::now();
+                bench.submit(request);
+                assert_eq!(bench.step(), PROMPT as usize);
+                spent += start.elapsed();
+            }
+            spent
+        });
+    });
+    group.bench_function("512_hashing_alone", |b| {
+        let tokens: Vec<u32> = (0..PROMPT).collect();
+        let root = BlockHash::root(None, None);
+        let mut chain = Vec::with_capacity(32);
+        b.iter(|| {
+            chain.clear();
+            extend_chain(&mut chain, root, &tokens, 16);
+            chain.len()
+        });
+    });
+    group.finish();
+}
+
+/// 64 rows with a queue behind them: short answers, so that somebody leaves and joins in most iterations.
+fn mixed(c: &mut Criterion) {
+    c.bench_function("mixed", |b| {
+        let mut bench = Bench::new(&settings(64));
+        b.iter_custom(|iterations| {
+            let mut spent = std::time::Duration::ZERO;
+            for at in 0..iterations {
+                if bench.engine.metrics().queued < 8 {
+                    for extra in 0..32 {
+                        let request = bench.request(PROMPT, 16 + (at as u32 + extra) % 64);
+                        bench.submit(request);
+                    }
+                }
+                let start = Instant::now();
+                assert!(bench.step() > 0);
+                spent += start.elapsed();
+            }
+            spent
+        });
+    });
+}
+
+/// 64 rows whose sequences outgrow the pool: preemptions and returns all the time.
+fn preempt(c: &mut Criterion) {
+    c.bench_function("preempt", |b| {
+        let mut bench = Bench::new(&Settings {
+            num_kv_blocks: 64 * 36,
+            ..settings(64)
+        });
+        b.iter_custom(|iterations| {
+            let mut spent = std::time::Duration::ZERO;
+            for _ in 0..iterations {
+                while bench.engine.metrics().live < 96 {
+                    let request = bench.request(PROMPT, 256);
+                    bench.submit(request);
+                }
+                let start = Instant::now();
+                assert!(bench.step() > 0);
+                spent += start.elapsed();
+            }
+            spent
+        });
+        let metrics = bench.engine.metrics();
+        let share = metrics.preemptions as f64 / metrics.iterations as f64;
+        println!("preempt: {share:.3} preemptions an iteration");
+    });
+}
+
+criterion_group!(benches, steady_decode, admit, mixed, preempt);
+criterion_main!(benches);

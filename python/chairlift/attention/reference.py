@@ -1,0 +1,105 @@
+"""Paged attention in plain PyTorch: the specification that every kernel is tested against.
+
+Simple, slow, on any device; all arithmetic in float32, results rounded once to the types of the
+output and of the caches.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from chairlift.attention.interface import AttentionMetadata, AttentionParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from chairlift.executor import StepPlan
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension (Zhang and Sennrich 2019), in float32."""
+    x = x.float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def apply_rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate ``x`` ``[T, H, D]`` float32 by its positions (Su et al. 2021; neox pairing).
+
+    Dimension ``j`` of the first half of the rotary part is paired with ``j`` of its second half;
+    dimensions beyond ``rotary_dim`` pass unchanged.
+    """
+    half = cos.shape[1]
+    c, s = cos[positions][:, None, :], sin[positions][:, None, :]  # [T, 1, rotary_dim / 2]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * c - second * s, second * c + first * s, rest), dim=-1)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Store ``k`` and ``v`` ``[T, Hkv, D]`` at their slots of caches ``[blocks, Hkv, size, D]``."""
+    block_size = k_cache.shape[2]
+    blocks, offsets = slots // block_size, slots % block_size
+    k_cache[blocks, :, offsets] = k.to(k_cache.dtype)
+    v_cache[blocks, :, offsets] = v.to(v_cache.dtype)
+
+
+def gather_kv(cache: Tensor, block_ids: Tensor, seq_len: int) -> Tensor:
+    """Collect one sequence's keys or values from its blocks: ``[seq_len, Hkv, D]`` float32."""
+    blocks = cache[block_ids].transpose(1, 2)  # [blocks, size, Hkv, D]
+    return blocks.reshape(-1, *blocks.shape[2:])[:seq_len].float()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of the last ``q`` positions of a sequence.
+
+    ``q`` ``[q, Hq, D]``, ``k`` and ``v`` ``[s, Hkv, D]``, all float32; query ``i`` sees positions
+    ``<= s - q + i``. Query head ``h`` reads key head ``h // (Hq / Hkv)``.
+    """
+    num_queries, seq_len = q.shape[0], k.shape[0]
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    last_visible = torch.arange(seq_len - num_queries, seq_len, device=q.device)
+    hidden = torch.arange(seq_len, device=q.device)[None, :] > last_visible[:, None]
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+class ReferenceBackend:
+    """The reference as an attention backend."""
+
+    def prepare(self, plan: StepPlan) -> AttentionMetadata:
+        """Take the plan's arrays as they are."""
+        return AttentionMetadata.from_plan(plan)
+
+    def forward(
+        self,
+        qkv: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> Tensor:
+        """See :class:`chairlift.attention.AttentionBackend`."""
+        heads, kv_heads, dim = params.num_heads, params.num_kv_heads, params.head_dim
+        x = qkv.float().view(qkv.shape[0], -1, dim)  # [T, heads, D]
+        q, k, v = torch.split(x, [heads, kv_heads, kv_heads], dim=1)
+        if params.q_norm is not None:
+            q = rms_norm(q, params.q_norm, params.norm_eps)
+        if params.k_norm is not None:
+            k = rms_norm(k, params.k_norm, params.norm_eps)
+        if params.cos_sin is not None:
+            positions = torch.tensor(metadata.positions, dtype=torch.int64, device=qkv.device)
+            q, k = (apply_rope(t, positions, *params.cos_sin) for t in (q, k))
+        write_kv(k, v, k_cache, v_cache, torch.tensor(metadata.slot_mapping, device=qkv.device))
+
+        starts, offsets = metadata.query_start_loc, metadata.block_table_offsets
+        out = torch.empty_like(q)
+        for i, seq_len in enumerate(metadata.seq_lens.tolist()):
+            ids = metadata.block_ids[offsets[i] : offsets[i + 1]]
+            table = torch.tensor(ids, dtype=torch.int64, device=qkv.device)
+            keys, values = (gather_kv(cache, table, seq_len) for cache in (k_cache, v_cache))
+            tokens = slice(int(starts[i]), int(starts[i + 1]))
+            out[tokens] = attend(q[tokens], keys, values, params.scale)
+        return out.view(qkv.shape[0], heads * dim).to(qkv.dtype)

@@ -1,0 +1,37 @@
+"""The ``chairlift`` command."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from chairlift.cli import generate
+from chairlift.errors import ChairliftError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, 1 after an error, 130 after Ctrl-C."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        status: int = args.run(args)
+    except ChairliftError as error:
+        print(f"chairlift: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="chairlift",
+        description="Serve language models with continuous batching scheduled at every iteration.",
+    )
+    parser.add_argument("--version", action="version", version=f"chairlift {version('chairlift')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    generate.add_command(commands)
+    return parser

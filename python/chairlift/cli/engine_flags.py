@@ -1,0 +1,83 @@
+"""Flags that choose an engine, for every command that starts one. Names are vLLM's where they mean
+the same; the defaults are those of :class:`chairlift.engine.EngineArgs`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from chairlift.engine import DEFAULT_MODEL, EngineOptions
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags; :func:`engine_options` reads them back."""
+    group = parser.add_argument_group("engine")
+    # Flags that are not given are left out, so that the defaults are written once.
+    flag = _Adder(group)
+    flag("--tokenizer", metavar="DIR", help="a directory with another tokenizer")
+    flag("--revision", help="revision of a hub id")
+    flag("--dtype", choices=["auto", "float32", "bfloat16"], help="precision of the model")
+    flag("--max-model-len", type=int, metavar="N", help="longest prompt and output together")
+    flag("--max-num-seqs", type=int, metavar="N", help="most sequences that run at once")
+    flag(
+        "--max-num-batched-tokens", type=int, metavar="N", help="token budget of one iteration"
+    )
+    flag(
+        "--long-prefill-token-threshold",
+        type=int,
+        metavar="N",
+        help="longest prefill chunk of one sequence",
+    )
+    flag("--block-size", type=int, metavar="N", help="tokens a KV block holds")
+    flag("--num-kv-blocks", type=int, metavar="N", help="blocks of the KV pool")
+    flag(
+        "--kv-cache-memory",
+        type=memory_size,
+        metavar="SIZE",
+        help="size of the KV pool instead, such as 512M or 4G",
+    )
+    flag(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="find KV blocks again by their content",
+    )
+    flag("--max-queued-requests", type=int, metavar="N", help="most requests that wait")
+    flag("--attention-backend", choices=["cpu", "reference"], help="attention kernels")
+    flag("--num-threads", type=int, metavar="N", help="threads of the forward pass")
+    flag("--executor", metavar="MODULE:CLASS", help="an executor of your own")
+    group.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        metavar="DIR_OR_NAME",
+        help="a Hugging Face directory, a hub id, or %(default)s (the default)",
+    )
+
+
+def engine_options(args: argparse.Namespace) -> EngineOptions:
+    """Return the flags that were given, as keyword arguments of an engine."""
+    names = EngineOptions.__optional_keys__
+    options: EngineOptions = {}
+    for name, value in vars(args).items():
+        if name in names:
+            options[name] = value  # type: ignore[literal-required]
+    return options
+
+
+def memory_size(text: str) -> int:
+    """Bytes of a size such as ``512M`` or ``4G`` (powers of 1,024)."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write one such as 512M or 4G")
+    return int(match[1]) * _UNITS[match[2].upper()]
+
+
+class _Adder:
+    """Adds flags that leave no trace where they are not given."""
+
+    def __init__(self, group: argparse._ArgumentGroup) -> None:
+        self._group = group
+
+    def __call__(self, name: str, **options: object) -> None:
+        self._group.add_argument(name, default=argparse.SUPPRESS, **options)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Models: their configuration, their weights, and the decoder that runs them."""

@@ -1,0 +1,329 @@
+//! A stand-in for executor and client.
+//!
+//! The executor keeps one token for each KV slot. It writes a step's tokens where the plan says, makes
+//! the copies, and reads each sampled sequence's whole history back through its block table; the next
+//! token is a function of that history. So any block that is shared, reused or copied wrongly shows as
+//! a wrong token. The client knows from the prompt alone which tokens must come.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use chairlift_core::config::Settings;
+use chairlift_core::iteration::commit::{STATUS_FAILED, STATUS_OK, StepResults};
+use chairlift_core::iteration::plan::StepPlan;
+use chairlift_core::output::Event;
+use chairlift_core::request::{Finish, NewRequest, RequestId, SamplingParams, StopParams, Time};
+use chairlift_core::text::TokenTable;
+use chairlift_core::{Engine, Vocabulary};
+
+pub const EOS: u32 = 0;
+
+/// Seeded random numbers (`SplitMix64`).
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        mix(self.0)
+    }
+
+    /// A number in `low..=high`.
+    pub fn within(&mut self, low: u32, high: u32) -> u32 {
+        low + (self.next() % u64::from(high - low + 1)) as u32
+    }
+
+    pub fn chance(&mut self, percent: u32) -> bool {
+        self.within(1, 100) <= percent
+    }
+}
+
+fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// The token after `history` in answer number `child`: any but [`EOS`], and that now and then.
+pub fn next_token(history: &[u32], child: u32, vocab_size: u32) -> u32 {
+    let mut state = 77 + u64::from(child);
+    for &token in history {
+        state = mix(state ^ u64::from(token)).wrapping_add(u64::from(token));
+    }
+    (state % u64::from(vocab_size)) as u32
+}
+
+/// Tokens are letters, so that text shows every one of them.
+pub fn vocabulary(vocab_size: u32) -> Vocabulary {
+    let bytes: Vec<u8> = (0..vocab_size)
+        .map(|token| b'a' + (token % 26) as u8)
+        .collect();
+    let offsets: Vec<i64> = (0..=i64::from(vocab_size)).collect();
+    let mut special = vec![0; vocab_size as usize];
+    special[EOS as usize] = 1;
+    Vocabulary {
+        tokens: Arc::new(TokenTable::new(bytes, &offsets, &special).expect("the table is right")),
+        eos_token_ids: vec![EOS],
+    }
+}
+
+pub fn request(id: u64, prompt: Vec<u32>, max_tokens: u32) -> NewRequest {
+    NewRequest {
+        id: RequestId(id),
+        prompt,
+        sampling: SamplingParams::default(),
+        stop: StopParams {
+            max_tokens: Some(max_tokens),
+            skip_special_tokens: true,
+            ..StopParams::default()
+        },
+        cache_salt: None,
+    }
+}
+
+/// What a client has received of one answer.
+#[derive(Clone, Debug, Default)]
+pub struct Answer {
+    pub tokens: Vec<u32>,
+    pub text: String,
+    pub finish: Option<Finish>,
+}
+
+/// What a client knows of one request.
+#[derive(Debug)]
+pub struct Client {
+    pub request: NewRequest,
+    pub answers: Vec<Answer>,
+    pub scheduled: u32,
+    pub ended: u32,
+}
+
+pub struct Harness {
+    pub engine: Engine,
+    pub settings: Settings,
+    pub plan: StepPlan,
+    pub clients: BTreeMap<RequestId, Client>,
+    pub now: Time,
+    /// Rows that fail in the next step.
+    pub failing_rows: Vec<i32>,
+    slots: Vec<Option<u32>>,
+    children: Vec<i64>,
+}
+
+impl Harness {
+    pub fn new(settings: Settings) -> Self {
+        let engine = Engine::new(&settings, vocabulary(settings.vocab_size)).expect("settings");
+        let slots = settings.num_kv_blocks * settings.block_size;
+        Self {
+            plan: StepPlan::new(engine.limits()),
+            children: vec![-1; settings.max_num_seqs as usize],
+            slots: vec![None; slots as usize],
+            clients: BTreeMap::new(),
+            now: Time(0),
+            failing_rows: Vec::new(),
+            engine,
+            settings,
+        }
+    }
+
+    /// Reserves and submits; panics on a refusal.
+    pub fn submit(&mut self, request: NewRequest) {
+        let id = request.id;
+        self.engine.reserve(id).expect("a place");
+        self.engine
+            .submit(self.now, request.clone())
+            .expect("accepted");
+        let answers = vec![Answer::default(); request.sampling.n as usize];
+        let client = Client {
+            request,
+            answers,
+            scheduled: 0,
+            ended: 0,
+        };
+        assert!(self.clients.insert(id, client).is_none());
+    }
+
+    pub fn schedule(&mut self) -> bool {
+        self.now.0 += 10;
+        let before = plan_pointers(&self.plan);
+        let scheduled = self.engine.schedule(self.now, &mut self.plan);
+        assert_eq!(before, plan_pointers(&self.plan), "plan memory moved");
+        if scheduled {
+            self.check_plan();
+        }
+        self.receive();
+        scheduled
+    }
+
+    /// What the executor returns for the plan.
+    pub fn execute(&mut self) -> StepResults {
+        let plan = &self.plan;
+        let block_size = self.settings.block_size as usize;
+        for &[source, destination] in &plan.block_copies {
+            let (source, destination) = (source as usize, destination as usize);
+            for offset in 0..block_size {
+                self.slots[destination * block_size + offset] =
+                    self.slots[source * block_size + offset];
+            }
+        }
+        for (row, ints) in plan.resets.rows.iter().zip(&plan.resets.ints) {
+            self.children[*row as usize] = ints[2];
+        }
+        for (&slot, &token) in plan.slot_mapping.iter().zip(&plan.token_ids) {
+            self.slots[slot as usize] = Some(token as u32);
+        }
+        let mut results = StepResults {
+            token_offsets: vec![0],
+            ..StepResults::default()
+        };
+        let sequence_of = |token: i32| plan.query_start_loc.partition_point(|&at| at <= token) - 1;
+        for (&logit, &row) in plan.logits_indices.iter().zip(&plan.sample_rows) {
+            let history = self.history(sequence_of(logit));
+            let child = self.children[row as usize] as u32;
+            let token = next_token(&history, child, self.settings.vocab_size);
+            results.token_ids.push(token);
+            results.token_offsets.push(results.token_ids.len() as u32);
+        }
+        let status = |row| {
+            if self.failing_rows.contains(row) {
+                STATUS_FAILED
+            } else {
+                STATUS_OK
+            }
+        };
+        results.statuses = plan.rows.iter().map(status).collect();
+        self.failing_rows.clear();
+        results
+    }
+
+    /// Tokens of the sequence at `position` of the plan, read through its block table.
+    fn history(&self, position: usize) -> Vec<u32> {
+        let block_size = self.settings.block_size as usize;
+        let begin = self.plan.block_table_offsets[position] as usize;
+        (0..self.plan.seq_lens[position] as usize)
+            .map(|at| {
+                let block = self.plan.block_ids[begin + at / block_size] as usize;
+                self.slots[block * block_size + at % block_size].expect("a slot that was written")
+            })
+            .collect()
+    }
+
+    pub fn commit(&mut self) {
+        let results = self.execute();
+        self.now.0 += 10;
+        self.engine
+            .commit(self.now, self.plan.step, &results)
+            .expect("results that fit");
+        self.receive();
+    }
+
+    pub fn step(&mut self) -> bool {
+        let scheduled = self.schedule();
+        if scheduled {
+            self.commit();
+        }
+        scheduled
+    }
+
+    pub fn run_to_end(&mut self) {
+        let mut steps = 0;
+        while self.step() {
+            self.engine.audit().expect("consistent books");
+            steps += 1;
+            assert!(steps < 100_000, "no end in sight");
+        }
+        assert_eq!(self.engine.metrics().live, 0, "somebody was left waiting");
+    }
+
+    pub fn abort(&mut self, id: u64) -> bool {
+        let aborted = self.engine.abort(self.now, RequestId(id));
+        self.receive();
+        aborted
+    }
+
+    pub fn client(&self, id: u64) -> &Client {
+        &self.clients[&RequestId(id)]
+    }
+
+    /// Takes the outputs and checks them against what must come.
+    pub fn receive(&mut self) {
+        let batch = std::mem::take(self.engine.outputs());
+        for event in &batch.events {
+            match event {
+                Event::Scheduled { request, .. } => {
+                    let client = self.clients.get_mut(request).expect("a client");
+                    client.scheduled += 1;
+                    assert_eq!(client.scheduled, 1, "{request} was scheduled first twice");
+                }
+                Event::Ended { request, stats } => {
+                    let client = self.clients.get_mut(request).expect("a client");
+                    client.ended += 1;
+                    assert_eq!(client.ended, 1, "{request} ended twice");
+                    assert!(client.answers.iter().all(|answer| answer.finish.is_some()));
+                    let tokens: usize = client
+                        .answers
+                        .iter()
+                        .map(|answer| answer.tokens.len())
+                        .sum();
+                    assert_eq!(stats.num_output_tokens as usize, tokens);
+                }
+                Event::Output(output) => {
+                    let client = self.clients.get_mut(&output.request).expect("a client");
+                    assert_eq!(client.ended, 0, "{} spoke after its end", output.request);
+                    let answer = &mut client.answers[output.child as usize];
+                    assert_eq!(answer.finish, None, "{} ended twice", output.request);
+                    for &token in &batch.token_ids[output.tokens.clone()] {
+                        let mut history = client.request.prompt.clone();
+                        history.extend(&answer.tokens);
+                        let expected = next_token(&history, output.child, self.settings.vocab_size);
+                        assert_eq!(token, expected, "{} child {}", output.request, output.child);
+                        answer.tokens.push(token);
+                    }
+                    answer.text.push_str(&batch.text[output.text.clone()]);
+                    answer.finish = output.finish;
+                }
+            }
+        }
+    }
+
+    /// What every plan promises.
+    fn check_plan(&self) {
+        let plan = &self.plan;
+        let n = plan.num_seqs();
+        assert!(n > 0 && n <= self.settings.max_num_seqs as usize);
+        assert!(plan.num_tokens() <= self.settings.max_num_batched_tokens as usize);
+        assert_eq!(plan.query_start_loc.len(), n + 1);
+        assert_eq!(plan.block_table_offsets.len(), n + 1);
+        let mut rows = plan.rows.clone();
+        rows.sort_unstable();
+        rows.dedup();
+        assert_eq!(rows.len(), n, "a row twice in one plan");
+        let mut slots = plan.slot_mapping.clone();
+        slots.sort_unstable();
+        slots.dedup();
+        assert_eq!(slots.len(), plan.num_tokens(), "a slot is written twice");
+        for position in 0..n {
+            let tokens = plan.query_start_loc[position]..plan.query_start_loc[position + 1];
+            assert_eq!(
+                position < plan.num_decodes,
+                tokens.len() == 1,
+                "decodes come first"
+            );
+            assert!(tokens.len() <= self.engine.limits().max_chunk_tokens() as usize);
+            let last = plan.positions[tokens.end as usize - 1];
+            assert_eq!(last + 1, plan.seq_lens[position]);
+        }
+    }
+}
+
+fn plan_pointers(plan: &StepPlan) -> Vec<*const u8> {
+    vec![
+        plan.token_ids.as_ptr().cast(),
+        plan.slot_mapping.as_ptr().cast(),
+        plan.block_ids.as_ptr().cast(),
+        plan.block_copies.as_ptr().cast(),
+        plan.sample_rows.as_ptr().cast(),
+        plan.resets.rows.as_ptr().cast(),
+        plan.resets.ids.as_ptr().cast(),
+        plan.resets.bias_ids.as_ptr().cast(),
+    ]
+}

@@ -1,0 +1,7 @@
+//! The scheduler, driven through its facade by a model executor that keeps its own KV memory.
+
+mod golden;
+mod harness;
+mod random;
+mod scenarios;
+mod steady;

@@ -1,0 +1,60 @@
+//! Steady state allocates nothing.
+
+use chairlift_core::config::Settings;
+
+use crate::harness::{EOS, Harness, request};
+
+#[test]
+fn a_steady_decode_step_allocates_nothing() {
+    let mut harness = Harness::new(Settings {
+        max_num_seqs: 64,
+        num_kv_blocks: 64 * 32,
+        max_model_len: 512,
+        vocab_size: 1_000,
+        ..Settings::default()
+    });
+    for id in 0..64 {
+        let mut new = request(id, vec![7 + id as u32; 40], 200);
+        new.stop.ignore_eos = true;
+        harness.submit(new);
+    }
+    while harness.engine.metrics().output_tokens < 64 {
+        assert!(harness.step());
+    }
+    // A few steps so that the output batch has its size.
+    for _ in 0..3 {
+        assert!(harness.step());
+    }
+    let (mut steps, mut tokens) = (0, 0);
+    let mut results = harness.execute();
+    let mut allocations = 0;
+    let mut batch = std::mem::take(harness.engine.outputs());
+    while steps < 100 {
+        let allocated = allocation_counter::measure(|| {
+            assert!(harness.engine.schedule(harness.now, &mut harness.plan));
+        });
+        assert_eq!(harness.plan.num_seqs(), 64);
+        // Any tokens will do; the executor's own memory is not what is measured.
+        results.token_ids.fill(EOS + 1);
+        let (now, step) = (harness.now, harness.plan.step);
+        let committed = allocation_counter::measure(|| {
+            harness
+                .engine
+                .commit(now, step, &results)
+                .expect("results that fit");
+        });
+        tokens += harness.engine.outputs().token_ids.len();
+        std::mem::swap(harness.engine.outputs(), &mut batch);
+        batch.clear();
+        if steps >= 2 {
+            // The first two give the two output batches their size.
+            allocations += allocated.count_total + committed.count_total;
+        }
+        steps += 1;
+    }
+    assert_eq!(
+        tokens, 6_400,
+        "every step decoded everyone, across block borders"
+    );
+    assert_eq!(allocations, 0, "allocations in 98 steady steps of 64");
+}

@@ -1,0 +1,1 @@
+//! Everything after the logits: see the files of this folder.

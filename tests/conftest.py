@@ -1,0 +1,37 @@
+"""What several test files share."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from chairlift.default_model import GGUF_NAME
+from chairlift.hub import resolve_model
+
+
+@pytest.fixture(scope="session")
+def model_directory():
+    """The default model, fetched and converted on the first use."""
+    return resolve_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_directory):
+    return Tokenizer.from_file(str(model_directory / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def original_model(model_directory, tmp_path_factory):
+    """The published GGUF as transformers itself reads it, in fp32."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow to import
+
+    alone = tmp_path_factory.mktemp("gguf")  # so that no converted file is read
+    (alone / GGUF_NAME).symlink_to(model_directory / GGUF_NAME)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoModelForCausalLM.from_pretrained(
+            alone, gguf_file=GGUF_NAME, dtype=torch.float32
+        ).eval()
