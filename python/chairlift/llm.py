@@ -183,7 +183,7 @@ class LLM:
 
     def _run(self, pending: list[_Pending], *, use_tqdm: bool) -> list[RequestOutput]:
         """Feed the engine as its queue has room, and collect until all have ended."""
-        from tqdm.auto import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
+        from tqdm.auto import tqdm  # noqa: PLC0415
 
         client = self._engine.client
         waiting = deque(pending)
