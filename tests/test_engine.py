@@ -87,7 +87,7 @@ def test_flat_arrays_and_objects_say_the_same(start):
             assert batch.token_ids[begin:end].tolist() == delta.token_ids
             assert batch.text[first:last].decode() == delta.text
             assert (code != 0) == (delta.finish_reason is not None)
-    assert batches[0].token_ids.dtype == np.int32
+    assert batches[0].token_ids.dtype == np.uint32
     assert {name for batch in batches for name, _ in batch.scheduled()} == set(ids)
     assert sum(batch.iterations for batch in batches) >= 5
     codes = [code for batch in batches for code in batch.finish_codes if code]

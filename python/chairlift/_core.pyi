@@ -95,7 +95,7 @@ class OutputBatch:
     @property
     def token_ranges(self) -> NDArray[np.int64]: ...  # [N, 2]
     @property
-    def token_ids(self) -> NDArray[np.int32]: ...  # [T]
+    def token_ids(self) -> NDArray[np.uint32]: ...  # [T]
     @property
     def text_ranges(self) -> NDArray[np.int64]: ...  # [N, 2], bytes of UTF-8
     @property

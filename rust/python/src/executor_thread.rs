@@ -41,7 +41,8 @@ pub fn run(end: ExecutorEnd, executor: &Bound<'_, PyAny>) -> PyResult<()> {
         reason: "the executor thread panicked".to_owned(),
     };
     let mut worker = Worker {
-        executor,
+        launch: executor.getattr("launch")?,
+        collect: executor.getattr("collect")?,
         views: PlanViews::new(py, num_sets)?,
         reader: ResultReader::default(),
         vocab_size,
@@ -91,20 +92,19 @@ impl Drop for Farewell {
     }
 }
 
-struct Worker<'a, 'py> {
-    executor: &'a Bound<'py, PyAny>,
+struct Worker<'py> {
+    launch: Bound<'py, PyAny>,
+    collect: Bound<'py, PyAny>,
     views: PlanViews<'py>,
     reader: ResultReader,
     vocab_size: u32,
 }
 
-impl Worker<'_, '_> {
+impl Worker<'_> {
     fn run_step(&mut self, step: &mut Step) -> PyResult<()> {
-        let py = self.executor.py();
         let plan = self.views.step_plan(&step.lease)?;
-        self.executor
-            .call_method1(pyo3::intern!(py, "launch"), (plan,))?;
-        let result = self.executor.call_method0(pyo3::intern!(py, "collect"))?;
+        self.launch.call1((plan,))?;
+        let result = self.collect.call0()?;
         let Step { lease, results } = step;
         self.reader
             .read(&result, lease.plan(), self.vocab_size, results)
