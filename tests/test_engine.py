@@ -166,6 +166,8 @@ def test_commands_are_served_while_a_step_runs(start):
     running = submit(engine, "running", 3)
     executor.wait_held()
     begin = time.monotonic()
+    time.sleep(0.01)
+    assert client.metrics()["in_flight_us"] >= 10_000
     waiting = submit(engine, "waiting", 3)
     assert client.metrics()["queued"] == 1
     place = client.reserve()
@@ -273,6 +275,7 @@ def test_times_are_in_order(start):
     metrics = engine.client.metrics()
     assert metrics["steps"] == metrics["iterations"] == 4
     assert metrics["step_us"] >= 40_000
+    assert metrics["in_flight_us"] == 0
 
 
 class Answering(ScriptedExecutor):

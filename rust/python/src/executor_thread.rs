@@ -29,26 +29,32 @@ pub struct ExecutorEnd {
 
 /// Runs steps until the engine shuts down.
 pub fn run(end: ExecutorEnd, executor: &Bound<'_, PyAny>) -> PyResult<()> {
-    let py = executor.py();
-    let ExecutorEnd {
-        steps,
-        commands,
-        num_sets,
-        vocab_size,
-    } = end;
     let mut farewell = Farewell {
-        commands: commands.clone(),
+        commands: end.commands.clone(),
         reason: "the executor thread panicked".to_owned(),
     };
+    let served = serve(end, executor);
+    farewell.reason = match &served {
+        Ok(()) => "the executor thread has ended".to_owned(),
+        Err(error) => {
+            let why = describe(executor.py(), error);
+            format!("the executor thread ended with {why}")
+        }
+    };
+    served
+}
+
+fn serve(end: ExecutorEnd, executor: &Bound<'_, PyAny>) -> PyResult<()> {
+    let py = executor.py();
     let mut worker = Worker {
         launch: executor.getattr("launch")?,
         collect: executor.getattr("collect")?,
-        views: PlanViews::new(py, num_sets)?,
+        views: PlanViews::new(py, end.num_sets)?,
         reader: ResultReader::default(),
-        vocab_size,
+        vocab_size: end.vocab_size,
     };
     // `Receiver` is not `Sync`, so the wait moves it in and out.
-    let mut steps = steps;
+    let mut steps = end.steps;
     loop {
         let (back, received) = py.detach(move || {
             let received = steps.recv();
@@ -56,8 +62,7 @@ pub fn run(end: ExecutorEnd, executor: &Bound<'_, PyAny>) -> PyResult<()> {
         });
         steps = back;
         let Ok(mut step) = received else {
-            "the engine was shut down".clone_into(&mut farewell.reason);
-            return Ok(());
+            return Ok(()); // the engine was shut down
         };
         let command = match worker.run_step(&mut step) {
             Ok(()) => Command::StepDone(step),
@@ -66,13 +71,9 @@ pub fn run(end: ExecutorEnd, executor: &Bound<'_, PyAny>) -> PyResult<()> {
                 log(py, &error, step.plan().step);
                 Command::StepFailed(step, message)
             }
-            Err(error) => {
-                farewell.reason =
-                    format!("the executor thread ended with {}", describe(py, &error));
-                return Err(error);
-            }
+            Err(error) => return Err(error),
         };
-        if commands.send(command).is_err() {
+        if end.commands.send(command).is_err() {
             return Ok(()); // the scheduler has ended
         }
     }
