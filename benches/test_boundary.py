@@ -1,11 +1,11 @@
 """What an iteration costs outside the model: plan, Python, results, deltas.
 
 The executor returns constants at once, so all that is measured is the way of an iteration: the
-scheduler plans, hands the plan over, the executor thread shows it to Python, takes the result arrays,
-the scheduler commits and publishes, and the client has the deltas in its hands.
+scheduler plans, hands the plan over, the executor thread shows it to Python, takes the result
+arrays, the scheduler commits and publishes, and the client has the deltas in its hands.
 
-Run with ``make bench``. Time per round is per *iteration*: a round of the steady benches takes one
-batch at a time until ``ITERATIONS`` iterations have been delivered.
+Run with ``make bench``. A round of the steady benches takes batches as they come until
+``ITERATIONS`` iterations have been delivered; ``extra_info`` has the time of one.
 """
 
 from __future__ import annotations

@@ -68,6 +68,7 @@ async def until(condition, timeout=10.0):
 
 async def is_idle(engine):
     """Nothing runs, waits or holds memory; then a whole request succeeds."""
+
     def idle():
         metrics = engine.metrics()
         return not any(
@@ -379,9 +380,13 @@ def test_an_exception_ends_the_streams_of_its_step(run, caplog):
         async with make(executor) as engine:
             stream = engine.generate("a", tokens(20))
             got = []
-            with pytest.raises(RequestFailedError, match="RuntimeError: scripted failure"):
+
+            async def keep_all():
                 async for delta in stream:
                     got.append(delta)
+
+            with pytest.raises(RequestFailedError, match="RuntimeError: scripted failure"):
+                await keep_all()
             assert ids_of(got) == executor.expected("a", 4)
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)

@@ -107,9 +107,9 @@ def test_undrained_iterations_merge(start):
         assert [token for delta in own for token in delta.token_ids] == executor.expected(
             prompt, count
         )
-        assert "".join(delta.text for delta in own) == bytes(
-            executor.expected(prompt, count)
-        ).decode()
+        assert (
+            "".join(delta.text for delta in own) == bytes(executor.expected(prompt, count)).decode()
+        )
     assert engine.client.drain() is None
 
 
@@ -344,7 +344,9 @@ def test_a_wrong_result_is_named_and_fails_the_step(start, spoil, message):
 
 
 def test_a_failed_rows_token_is_not_looked_at(start):
-    garbage = replaced(token_ids=np.array([-5], dtype=np.int32), statuses=np.ones(1, dtype=np.uint8))
+    garbage = replaced(
+        token_ids=np.array([-5], dtype=np.int32), statuses=np.ones(1, dtype=np.uint8)
+    )
     engine = start(Answering(garbage))
     request_id = submit(engine, "a", 5)
     last = deltas_of(until_ended(engine, request_id), request_id)[-1]
@@ -380,22 +382,22 @@ def test_a_message_of_each_step_is_its_own(start):
 
 
 def test_plans_are_views_that_hold_until_the_result(start):
-    class Looking(ScriptedExecutor):
-        seen = []
+    seen = []
 
+    class Looking(ScriptedExecutor):
         def execute(self, plan):
             result = super().execute(plan)
             check = {name: np.array(getattr(plan, name)) for name in ("rows", "token_ids")}
             time.sleep(0.005)
             assert all((getattr(plan, name) == kept).all() for name, kept in check.items())
-            self.seen.append((plan.block_ids.ctypes.data, plan.block_ids.base is not None))
+            seen.append((plan.block_ids.ctypes.data, plan.block_ids.base is not None))
             return result
 
     engine = start(Looking())
     until_ended(engine, submit(engine, "a", 9))
     # Two sets in a ring, none of them copied.
-    assert len({address for address, _ in Looking.seen}) == 2
-    assert all(is_view for _, is_view in Looking.seen)
+    assert len({address for address, _ in seen}) == 2
+    assert all(is_view for _, is_view in seen)
 
 
 def test_one_executor_thread_only(start):

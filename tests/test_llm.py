@@ -72,7 +72,13 @@ def test_results_in_order_whatever_ends_first(llm, executor):
 
 def test_forms_of_prompts(llm):
     text, ids = "hello!", list(b"hello!")
-    single = [text, ids, {"prompt": text}, {"prompt_token_ids": ids}, {"prompt": text, "cache_salt": "a"}]
+    single = [
+        text,
+        ids,
+        {"prompt": text},
+        {"prompt_token_ids": ids},
+        {"prompt": text, "cache_salt": "a"},
+    ]
     for prompt in single:
         (result,) = generate(llm, prompt, tokens(20))
         assert result.outputs[0].text == "world"
@@ -232,9 +238,9 @@ def test_seeds_are_drawn_once_and_recorded():
 
 def test_prefix_cache_is_counted(llm):
     prompt = "a prompt of more than one block of sixteen"
-    cold, = generate(llm, prompt, tokens(4))
-    warm, = generate(llm, prompt, tokens(4))
-    salted, = generate(llm, {"prompt": prompt, "cache_salt": "x"}, tokens(4))
+    (cold,) = generate(llm, prompt, tokens(4))
+    (warm,) = generate(llm, prompt, tokens(4))
+    (salted,) = generate(llm, {"prompt": prompt, "cache_salt": "x"}, tokens(4))
     assert (cold.num_cached_tokens, warm.num_cached_tokens, salted.num_cached_tokens) == (0, 32, 0)
     assert cold.outputs[0].token_ids == warm.outputs[0].token_ids == salted.outputs[0].token_ids
 
@@ -255,11 +261,21 @@ def test_chat(llm):
     [
         ("x" * 64, None, ContextLengthError, "prompt 1: the prompt has 64 tokens, but at most 63"),
         ([], None, InvalidRequestError, "prompt 1: the prompt is empty"),
-        ([1, 258], None, InvalidRequestError, "token id 258 in prompt is outside the vocabulary of 258"),
+        (
+            [1, 258],
+            None,
+            InvalidRequestError,
+            "token id 258 in prompt is outside the vocabulary of 258",
+        ),
         ([1, -2], None, InvalidRequestError, "token ids are integers from 0; -2 is not"),
         ({"text": "a"}, None, InvalidRequestError, "either 'prompt' or 'prompt_token_ids'"),
         (5.0, None, InvalidRequestError, "text or a list of token ids, not float"),
-        ("a", {"temperature": 3.0}, InvalidRequestError, "temperature is 3; it must be from 0 to 2"),
+        (
+            "a",
+            {"temperature": 3.0},
+            InvalidRequestError,
+            "temperature is 3; it must be from 0 to 2",
+        ),
         ("a", {"top_p": 0.0}, InvalidRequestError, "top_p is 0"),
         ("a", {"n": 0}, InvalidRequestError, "n is 0; it must be from 1"),
         ("a", {"max_tokens": 0}, InvalidRequestError, "max_tokens is 0; it must be at least 1"),
@@ -441,7 +457,7 @@ def test_a_failed_row_ends_only_its_request():
 def test_a_dead_executor_thread_is_said_clearly(caplog):
     executor = ScriptedExecutor(raise_at_steps=[3], error=SystemExit("gone"))
     with make(executor) as llm:
-        with pytest.raises(EngineDeadError, match="the engine is dead: .* SystemExit: gone"):
+        with pytest.raises(EngineDeadError, match=r"the engine is dead: .* SystemExit: gone"):
             generate(llm, ["a", "b"], tokens(10))
         with pytest.raises(EngineDeadError, match="SystemExit"):
             generate(llm, ["a"], tokens(10))
@@ -464,7 +480,9 @@ def test_shutdown_ends_a_running_generate():
     executor = ScriptedExecutor(step_time=0.01)
     llm = make(executor, max_model_len=4_000)
     results = []
-    thread = threading.Thread(target=lambda: results.extend(generate(llm, ["a", "b"], tokens(3_000))))
+    thread = threading.Thread(
+        target=lambda: results.extend(generate(llm, ["a", "b"], tokens(3_000)))
+    )
     thread.start()
     while len(executor.steps) < 5:
         time.sleep(0.005)

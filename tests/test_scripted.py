@@ -113,13 +113,13 @@ def prefill(tokens, block_ids, row=0):
     )
 
 
-def decode(token, position, block_ids, output_index, row=0, copies=()):
+def decode(token, position, block_ids, output_index, *, copies=()):
     slot = block_ids[position // 4] * 4 + position % 4
     return StepPlan(
         step=2,
         num_decodes=1,
         num_prefills=0,
-        rows=i32(row),
+        rows=i32(0),
         query_start_loc=i32(0, 1),
         seq_lens=i32(position + 1),
         token_ids=i32(token),
@@ -129,7 +129,7 @@ def decode(token, position, block_ids, output_index, row=0, copies=()):
         block_table_offsets=i32(0, len(block_ids)),
         block_ids=i32(*block_ids),
         logits_indices=i32(0),
-        sample_rows=i32(row),
+        sample_rows=i32(0),
         sample_output_indices=i32(output_index),
         block_copies=np.array(copies, dtype=np.int32).reshape(-1, 2),
         resets=resets(),

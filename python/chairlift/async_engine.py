@@ -1,8 +1,8 @@
 """``AsyncEngine``: requests as streams of deltas on an event loop (asyncio or uvloop).
 
-The loop watches one descriptor, which is readable once per iteration at most, however many requests
-run; the callback moves what an iteration said into one inbox per request. A reader that is slow finds
-several iterations merged into one delta.
+The loop watches one descriptor, which is readable once per iteration at most, however many
+requests run; the callback moves what an iteration said into one inbox per request. A reader that is
+slow finds several iterations merged into one delta.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class _Inbox:
 class DeltaStream:
     """The deltas of one request, as an asynchronous iterator.
 
-    The request is submitted when the first delta is asked for. Cancelling that wait, :meth:`aclose`,
-    or dropping the stream (as leaving an ``async for`` does) aborts the request.
+    The request is submitted when the first delta is asked for. Cancelling that wait,
+    :meth:`aclose`, or dropping the stream (as leaving an ``async for`` does) aborts the request.
     """
 
     def __init__(
@@ -126,9 +126,7 @@ class DeltaStream:
         """
         if self._prompt is not None:
             prompt, self._prompt = self._prompt, None
-            self._core_id, self.seed, self._inbox = await self._engine._submit(
-                prompt, self._params
-            )
+            self._core_id, self.seed, self._inbox = await self._engine._submit(prompt, self._params)
         inbox = self._inbox
         if inbox is None:
             raise StopAsyncIteration
@@ -234,8 +232,8 @@ class AsyncEngine:
     ) -> DeltaStream:
         """Stream one request: ``async for delta in engine.generate(...)``.
 
-        ``request_id`` only names the request in its deltas; it need not be unique. What can be raised
-        is said at :meth:`DeltaStream.__anext__`.
+        ``request_id`` only names the request in its deltas; it need not be unique. What can be
+        raised is said at :meth:`DeltaStream.__anext__`.
 
         Raises:
             InvalidRequestError: ``sampling_params`` is something else.

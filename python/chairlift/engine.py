@@ -224,9 +224,9 @@ class LocalEngine:
 def load_executor(spec: str, args: EngineArgs) -> Executor:
     """Make the executor that ``module:Class`` names.
 
-    The class's ``from_engine_args(args)`` is called if it has one, else the class without arguments.
-    An executor may say what it needs in the optional attributes ``vocab_size``, ``num_kv_blocks``,
-    ``block_size``, ``max_model_len`` and ``tokenizer``.
+    The class's ``from_engine_args(args)`` is called if it has one, else the class without
+    arguments. An executor may say what it needs in the optional attributes ``vocab_size``,
+    ``num_kv_blocks``, ``block_size``, ``max_model_len`` and ``tokenizer``.
 
     Raises:
         ConfigError: there is no such class.
@@ -254,14 +254,17 @@ def _given_parts(args: EngineArgs, given: Executor | str) -> _Parts:
             f"block_size is {args.block_size}, but the executor's is {block_size}; make them equal"
         )
     tokenizer = _tokenizer(args, getattr(executor, "tokenizer", None))
+    num_kv_blocks, max_model_len = args.num_kv_blocks, args.max_model_len
+    if num_kv_blocks is None:
+        num_kv_blocks = int(getattr(executor, "num_kv_blocks", _DEFAULT_NUM_KV_BLOCKS))
+    if max_model_len is None:
+        max_model_len = int(getattr(executor, "max_model_len", _DEFAULT_MAX_MODEL_LEN))
     return _Parts(
         executor=executor,
         tokenizer=tokenizer,
         vocab_size=getattr(executor, "vocab_size", tokenizer.vocab_size),
-        num_kv_blocks=args.num_kv_blocks
-        or getattr(executor, "num_kv_blocks", _DEFAULT_NUM_KV_BLOCKS),
-        max_model_len=args.max_model_len
-        or getattr(executor, "max_model_len", _DEFAULT_MAX_MODEL_LEN),
+        num_kv_blocks=num_kv_blocks,
+        max_model_len=max_model_len,
     )
 
 

@@ -192,8 +192,8 @@ class LLM:
             try:
                 self._feed(waiting, live, len(waiting))
                 while live:
-                    # As long as prompts wait outside, every iteration may make room; later only ends
-                    # are of interest.
+                    # As long as prompts wait outside, every iteration may make room; later only
+                    # ends are of interest.
                     batch = client.wait(until_end=not waiting)
                     if batch is None:
                         continue

@@ -94,7 +94,11 @@ def _token_ids(value: object) -> list[int]:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise _invalid(f"a prompt is text or a list of token ids, not {_kind(value)}")
     for token in value:
-        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < 2**31:
+        if (
+            isinstance(token, bool)
+            or not isinstance(token, Integral)
+            or not 0 <= int(token) < 2**31
+        ):
             raise _invalid(f"token ids are integers from 0; {token!r} is not")
     return [int(token) for token in value]
 

@@ -1,8 +1,8 @@
 """A model without a model: test everything above the forward pass exactly, in milliseconds.
 
-:class:`ScriptedExecutor` answers with given tokens and keeps a KV pool of *token ids* that it reads back
-through the block tables, so that any mistake of the scheduler about blocks, rows or positions shows as
-a wrong token or a :class:`PlanError`. :class:`ByteTokenizer` is a tokenizer of 256 bytes.
+:class:`ScriptedExecutor` answers with given tokens and keeps a KV pool of *token ids* that it reads
+back through the block tables, so that any mistake of the scheduler about blocks, rows or positions
+shows as a wrong token or a :class:`PlanError`. :class:`ByteTokenizer` is a tokenizer of 256 bytes.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def default_token(sample: Sample) -> int:
 class ScriptedExecutor(BlockingExecutor):
     """Answers with given tokens.
 
-    A request's script is the one whose *header* is the longest that its history begins with; without
-    one it gets :attr:`default`. A header is text (its bytes) or a tuple of token ids.
+    A request's script is the one whose *header* is the longest that its history begins with;
+    without one it gets :attr:`default`. A header is text (its bytes) or a tuple of token ids.
     """
 
     scripts: Mapping[str | tuple[int, ...], Script] = field(default_factory=dict)
@@ -204,7 +204,9 @@ class ScriptedExecutor(BlockingExecutor):
             self._pool[target] = self._pool[source]
         self._pool.reshape(-1)[plan.slot_mapping] = plan.token_ids
         for row, ints in zip(plan.resets.rows, plan.resets.ints, strict=True):
-            self._rows[int(row)] = _Row(child=int(ints[2]), seed=int(ints[1]), logprobs=int(ints[3]))
+            self._rows[int(row)] = _Row(
+                child=int(ints[2]), seed=int(ints[1]), logprobs=int(ints[3])
+            )
         return self._sample(plan)
 
     def _sample(self, plan: StepPlan) -> StepResult:
@@ -231,7 +233,9 @@ class ScriptedExecutor(BlockingExecutor):
         pool: list[int] = self._pool[plan.block_ids[begin:end]].reshape(-1).tolist()
         history = pool[: int(plan.positions[token]) + 1]
         if -1 in history:
-            raise PlanError(f"position {history.index(-1)} of sequence {sequence} was never written")
+            raise PlanError(
+                f"position {history.index(-1)} of sequence {sequence} was never written"
+            )
         return history
 
     def _script(self, history: Sequence[int]) -> Script:

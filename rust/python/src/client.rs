@@ -142,6 +142,7 @@ impl EngineClient {
 
     /// Submits requests in order until the queue is full, and returns the ids of those it took. Any
     /// other refusal is raised, if it is the first request's; else the next call meets it.
+    #[expect(clippy::needless_pass_by_value, reason = "how PyO3 hands over a list")]
     fn submit_many(&self, py: Python<'_>, requests: Vec<PyRef<'_, Request>>) -> PyResult<Vec<u64>> {
         let named: Vec<_> = requests
             .iter()

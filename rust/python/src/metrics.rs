@@ -21,7 +21,7 @@ pub struct EngineMetrics {
 
 impl EngineMetrics {
     /// As a dictionary; names of times end in their unit.
-    pub fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    pub fn to_dict(self, py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
         let core = &self.core;
         let dict = PyDict::new(py);
         let entries = [

@@ -115,6 +115,10 @@ unsafe impl Sync for PlanArray {}
 
 #[pymethods]
 impl PlanArray {
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "the buffer protocol's signature"
+    )]
     /// Exports the memory as plain bytes. It is writable because torch warns about memory that is not;
     /// the executor protocol says that it must not be written, and nothing reads it back.
     unsafe fn __getbuffer__(
