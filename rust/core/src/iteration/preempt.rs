@@ -41,6 +41,7 @@ pub(crate) fn preempt(
     position: usize,
     block_size: u32,
 ) -> u32 {
+    debug_assert!(position > 0, "the oldest is never preempted");
     let key = lane.running.remove(position);
     lane.step.withdraw(key);
     let sequence = &mut ledger.sequences[key.0];
