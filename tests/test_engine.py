@@ -177,11 +177,11 @@ def test_commands_are_served_while_a_step_runs(start):
     place.release()
     doomed = submit(engine, "doomed", 3)
     client.abort(doomed)
-    (ended,) = [end for batch in [client.wait(5)] for end in batch.ended()]
-    assert ended.request_id == doomed
+    (delta,) = deltas_of(until_ended(engine, doomed), doomed)
+    assert delta.finish_reason == "abort"
     client.abort(running)
-    batch = client.wait(5)
-    assert [delta.finish_reason for delta in batch.deltas()] == ["abort"]
+    (delta,) = deltas_of(until_ended(engine, running), running)
+    assert delta.finish_reason == "abort"
     assert time.monotonic() - begin < 2
     assert len(executor.steps) == 1
     executor.release()
