@@ -21,6 +21,7 @@ mod plan_memory;
 mod plan_views;
 mod record;
 mod request;
+mod sampler;
 mod scheduler_thread;
 mod step_result;
 
@@ -40,4 +41,6 @@ mod _core {
     };
     #[pymodule_export]
     use crate::request::Request;
+    #[pymodule_export]
+    use crate::sampler::Sampler;
 }
