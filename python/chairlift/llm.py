@@ -200,8 +200,8 @@ class LLM:
                     progress.update(self._collect(batch, live))
                     self._feed(waiting, live, len(batch.scheduled()))
             except BaseException:
-                for request_id in live:
-                    client.abort(request_id)
+                # Also what was submitted a moment ago and is not in ``live`` yet.
+                client.abort_all()
                 raise
         for entry in pending:
             if isinstance(entry.output.error, EngineDeadError):

@@ -96,7 +96,7 @@ class Delta:
     token_ids: list[int]
     """New tokens; the one that ended the answer is among them, even if it has no text."""
     finish_reason: str | None = None
-    """``stop``, ``length`` or ``abort`` in the answer's last delta."""
+    """In the answer's last delta: ``stop``, ``length``, ``abort``, or ``error`` (raised next)."""
     stop_reason: int | str | None = None
     """The stop token or stop string; None for the end-of-sequence token."""
     logprobs: list[PositionLogprobs] | None = None

@@ -167,6 +167,11 @@ impl EngineClient {
             .send(Command::Abort(RequestId(request_id)));
     }
 
+    /// Ends every request of this client.
+    fn abort_all(&self) {
+        let _ = self.line.commands.send(Command::AbortAll);
+    }
+
     /// Blocks until there is output (with `until_end`: until a request ended) and takes all there is;
     /// `None` after `timeout` seconds. Raises `EngineDeadError` when the engine has ended and nothing is
     /// left to take.

@@ -46,6 +46,8 @@ pub enum Command {
     SubmitMany(Vec<NewRequest>, Reply<(usize, Option<Refusal>)>),
     /// End a request, whatever its state.
     Abort(RequestId),
+    /// End every request.
+    AbortAll,
     /// Counters and gauges.
     Metrics(Reply<EngineMetrics>),
     /// The executor ran a step.

@@ -74,7 +74,7 @@ struct Scheduler {
     engine: Engine,
     end: SchedulerEnd,
     in_flight: Option<InFlight>,
-    /// Requests that have not ended, to abort at shutdown in a fixed order.
+    /// Requests that have not ended, to abort all of them in a fixed order.
     live: BTreeSet<RequestId>,
     /// Why no step can be run any more.
     dead: Option<Arc<str>>,
@@ -158,6 +158,7 @@ impl Scheduler {
             Command::Abort(id) => {
                 self.engine.abort(now, id);
             }
+            Command::AbortAll => self.abort_all(now),
             Command::Metrics(reply) => {
                 let _ = reply.send(self.metrics());
             }
@@ -287,10 +288,14 @@ impl Scheduler {
         self.dead = Some(reason);
     }
 
-    fn shut_down(&mut self, now: Time) {
+    fn abort_all(&mut self, now: Time) {
         for &id in &self.live {
             self.engine.abort(now, id);
         }
+    }
+
+    fn shut_down(&mut self, now: Time) {
+        self.abort_all(now);
         self.dead.get_or_insert_with(|| SHUT_DOWN.into());
         self.is_open = false;
     }
