@@ -43,7 +43,9 @@ def requests() -> list[tuple[str, SamplingParams]]:
 
 
 def run(llm: LLM, of: list[tuple[str, SamplingParams]]) -> list[list[int]]:
-    results = llm.generate([prompt for prompt, _ in of], [params for _, params in of], use_tqdm=False)
+    results = llm.generate(
+        [prompt for prompt, _ in of], [params for _, params in of], use_tqdm=False
+    )
     for result in results:
         assert result.error is None
         assert result.outputs[0].finish_reason == "length"
