@@ -21,7 +21,7 @@ from chairlift.testing import ByteTokenizer
 
 RUNNING = 256
 PROMPT_TOKENS = 512
-ITERATIONS = 200
+ITERATIONS = 20
 
 
 class ConstantExecutor:
@@ -52,8 +52,8 @@ def engine():
             executor=ConstantExecutor(),
             max_num_seqs=RUNNING,
             max_num_batched_tokens=8_192,
-            max_model_len=131_072,
-            num_kv_blocks=RUNNING * 1_024,
+            max_model_len=4_096,
+            num_kv_blocks=RUNNING * 256,
         )
     )
     yield engine
@@ -70,7 +70,7 @@ def start_running(engine):
     """Bring ``RUNNING`` endless requests into decode and take their first news."""
     for number in range(RUNNING):
         prompt = [number % 250] * PROMPT_TOKENS
-        submit(engine, prompt, max_tokens=12_000)
+        submit(engine, prompt, max_tokens=3_500)
     while engine.client.metrics()["prompt_tokens"] < RUNNING * PROMPT_TOKENS:
         engine.client.wait(1.0)
     engine.client.wait(1.0)
@@ -91,7 +91,7 @@ def per_iteration(benchmark, engine, look):
     start_running(engine)
     before = engine.client.metrics()
     benchmark.extra_info["unit"] = f"{ITERATIONS} iterations"
-    benchmark.pedantic(take_iterations, (engine.client, look), rounds=30, warmup_rounds=3)
+    benchmark.pedantic(take_iterations, (engine.client, look), rounds=40, warmup_rounds=3)
     after = engine.client.metrics()
     steps = after["iterations"] - before["iterations"]
     assert after["running_sequences"] == RUNNING

@@ -107,6 +107,14 @@ def test_many_more_prompts_than_the_queue_has_room(executor):
         assert len(steady) > 150
 
 
+def test_the_queue_is_filled_as_fast_as_it_empties():
+    executor = ScriptedExecutor(step_time=0.003)
+    with make(executor, max_queued_requests=8, max_num_seqs=8) as llm:
+        generate(llm, ["one token"] * 400, tokens(1))
+    # At best 50 steps of eight; one by one it would be nearly 400.
+    assert len(executor.steps) < 150
+
+
 def test_one_prompt_of_room(executor):
     with make(executor, max_queued_requests=1, max_num_seqs=8) as llm:
         results = generate(llm, ["hello"] * 30, tokens(9))

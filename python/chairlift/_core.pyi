@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Self, final
 
 import numpy as np
-from numpy import int32, int64
+from numpy import float32, int32, int64, uint8
 from numpy.typing import NDArray
 
 from chairlift.engine import CoreSettings, CoreVocabulary
@@ -95,7 +95,7 @@ class OutputBatch:
     @property
     def token_ranges(self) -> NDArray[np.int64]: ...  # [N, 2]
     @property
-    def token_ids(self) -> NDArray[np.int32]: ...  # [T]
+    def token_ids(self) -> NDArray[np.uint32]: ...  # [T]
     @property
     def text_ranges(self) -> NDArray[np.int64]: ...  # [N, 2], bytes of UTF-8
     @property
@@ -173,6 +173,37 @@ class AttentionLayer:
         k_norm: tuple[int, bool] | None,
         norm_eps: float,
     ) -> AttentionLayer: ...
+
+@final
+class Sampler:
+    """Sampling state of all rows."""
+
+    def __new__(cls, max_rows: int, vocab_size: int) -> Sampler: ...
+    def reset(
+        self,
+        rows: NDArray[int32],
+        floats: NDArray[float32],
+        ints: NDArray[int64],
+        id_ranges: NDArray[int32],
+        bias_ranges: NDArray[int32],
+        suppressed_ranges: NDArray[int32],
+        ids: NDArray[int32],
+        bias_ids: NDArray[int32],
+        bias_values: NDArray[float32],
+        suppressed_ids: NDArray[int32],
+    ) -> None: ...
+    def sample(
+        self,
+        logits: int,
+        is_bf16: bool,
+        rows: int,
+        sample_rows: NDArray[int32],
+        output_indices: NDArray[int32],
+        token_ids: NDArray[int32],
+        statuses: NDArray[uint8],
+        margins: NDArray[float32] | None,
+        threads: int,
+    ) -> tuple[list[int], list[int], list[float]] | None: ...
 
 def attention_forward(
     batch: AttentionBatch,

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use chairlift_core::output::{Event, Output};
 use chairlift_core::request::{Finish, RequestStats, Time};
 use pyo3::prelude::*;
-use pyo3::types::{PyByteArray, PyList};
+use pyo3::types::PyList;
 
 use crate::delivery::{Delivery, Outbox};
+use crate::numpy::{Kind, Plain, copied};
 
 /// A delivery whose memory goes back to the outbox when nobody looks at it any more.
 struct Shared {
@@ -60,30 +61,15 @@ impl OutputBatch {
     }
 
     /// One entry per delta, as a numpy array.
-    fn array<'py, T, const WIDTH: usize>(
+    fn array<'py, T: Plain>(
         &self,
         py: Python<'py>,
-        dtype: &str,
+        kind: Kind,
         entry: impl Fn(&Output) -> T,
-        bytes: impl Fn(T) -> [u8; WIDTH],
     ) -> PyResult<Bound<'py, PyAny>> {
-        let flat: Vec<u8> = self
-            .outputs()
-            .flat_map(|output| bytes(entry(output)))
-            .collect();
-        numpy_array(py, &flat, dtype)
-    }
-
-    fn ranges<'py>(
-        &self,
-        py: Python<'py>,
-        range: impl Fn(&Output) -> &Range<usize>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let ends = self
-            .outputs()
-            .flat_map(|output| [range(output).start, range(output).end]);
-        let flat: Vec<u8> = ends.flat_map(|end| (end as i64).to_ne_bytes()).collect();
-        numpy_array(py, &flat, "int64")?.call_method1("reshape", (-1, 2))
+        let mut entries = Vec::with_capacity(self.shared.delivery.batch.events.len());
+        entries.extend(self.outputs().map(entry));
+        copied(py, &entries, kind)
     }
 }
 
@@ -103,33 +89,31 @@ impl OutputBatch {
     /// `[N]` uint64 request of each delta.
     #[getter]
     fn request_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.array(py, "uint64", |output| output.request.0, u64::to_ne_bytes)
+        self.array(py, ("uint64", 1), |output| output.request.0)
     }
 
     /// `[N]` int32 index of the answer among the request's `n`.
     #[getter]
     fn indices<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.array(py, "int32", |output| output.child as i32, i32::to_ne_bytes)
+        self.array(py, ("int32", 1), |output| output.child as i32)
     }
 
     /// `[N, 2]` int64 range of `token_ids` of each delta.
     #[getter]
     fn token_ranges<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.ranges(py, |output| &output.tokens)
+        self.array(py, ("int64", 2), |output| ends(&output.tokens))
     }
 
-    /// `[T]` int32 tokens of all deltas.
+    /// `[T]` uint32 tokens of all deltas.
     #[getter]
     fn token_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let ids = self.shared.delivery.batch.token_ids.iter();
-        let flat: Vec<u8> = ids.flat_map(|id| (*id as i32).to_ne_bytes()).collect();
-        numpy_array(py, &flat, "int32")
+        copied(py, &self.shared.delivery.batch.token_ids, ("uint32", 1))
     }
 
     /// `[N, 2]` int64 range of `text` (in bytes of UTF-8) of each delta.
     #[getter]
     fn text_ranges<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.ranges(py, |output| &output.text)
+        self.array(py, ("int64", 2), |output| ends(&output.text))
     }
 
     /// UTF-8 text of all deltas.
@@ -142,12 +126,7 @@ impl OutputBatch {
     /// 4 length, 5 abort, 6 row failed, 7 step failed, 8 engine dead.
     #[getter]
     fn finish_codes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.array(
-            py,
-            "uint8",
-            |output| finish_code(output.finish),
-            |code| [code],
-        )
+        self.array(py, ("uint8", 1), |output| finish_code(output.finish))
     }
 
     /// One object per delta, in order.
@@ -377,10 +356,6 @@ fn finish_code(finish: Option<Finish>) -> u8 {
     }
 }
 
-fn numpy_array<'py>(py: Python<'py>, bytes: &[u8], dtype: &str) -> PyResult<Bound<'py, PyAny>> {
-    let bytes = PyByteArray::new(py, bytes);
-    let frombuffer = py
-        .import(pyo3::intern!(py, "numpy"))?
-        .getattr("frombuffer")?;
-    frombuffer.call1((bytes, dtype))
+fn ends(range: &Range<usize>) -> [i64; 2] {
+    [range.start as i64, range.end as i64]
 }

@@ -99,6 +99,13 @@ pub struct Outbox {
     state: Mutex<State>,
     published: Condvar,
     reader: UnixStream,
+    writer: UnixStream,
+}
+
+/// Whom to wake, once the lock is free: a thread that is woken under it would only wait again.
+struct Due {
+    notifies: bool,
+    signals: bool,
 }
 
 struct State {
@@ -110,10 +117,9 @@ struct State {
     status: Status,
     /// What the blocked client waits for, if one is blocked.
     waiting: Option<Until>,
-    writer: UnixStream,
     /// An event loop watches the socket.
     watched: bool,
-    /// The byte is in the socket.
+    /// The byte is in the socket, or about to be.
     signalled: bool,
     /// Bytes written so far.
     wake_ups: u64,
@@ -125,22 +131,21 @@ impl State {
         ended || self.has_end || (until == Until::Output && !self.pending.batch.is_empty())
     }
 
-    /// Wakes whoever waits for what is there now.
-    fn wake(&mut self, published: &Condvar) {
-        if self.waiting.is_some_and(|until| self.is_ready(until)) {
-            published.notify_all();
-        }
-        if self.watched && !self.signalled {
-            // The socket holds at most this byte, so it cannot be full; a peer that is gone has nobody
-            // left to wake.
-            self.signalled = self.writer.write(&[1]).is_ok();
-            self.wake_ups += 1;
+    /// Whether the blocked client has what it waits for, and whether the byte is to be written.
+    fn due(&mut self) -> Due {
+        let signals = self.watched && !self.signalled;
+        self.signalled |= signals;
+        self.wake_ups += u64::from(signals);
+        Due {
+            notifies: self.waiting.is_some_and(|until| self.is_ready(until)),
+            signals,
         }
     }
 
     fn take(&mut self, reader: &UnixStream) -> Option<Delivery> {
         if self.signalled {
             let mut byte = [0];
+            // The byte may still be on its way: then it stays due, and the loop wakes once more.
             self.signalled = !matches!((&mut &*reader).read(&mut byte), Ok(1));
         }
         if self.pending.batch.is_empty() {
@@ -165,13 +170,13 @@ impl Outbox {
                 has_end: false,
                 status: Status::Running,
                 waiting: None,
-                writer,
                 watched: false,
                 signalled: false,
                 wake_ups: 0,
             }),
             published: Condvar::new(),
             reader,
+            writer,
         })
     }
 
@@ -193,7 +198,21 @@ impl Outbox {
         let mut state = self.state();
         state.has_end |= has_end;
         state.pending.merge(delivery);
-        state.wake(&self.published);
+        let due = state.due();
+        drop(state);
+        self.wake(&due);
+    }
+
+    /// Wakes whom [`State::due`] found.
+    fn wake(&self, due: &Due) {
+        if due.notifies {
+            self.published.notify_all();
+        }
+        if due.signals {
+            // At most this byte is in the socket, so it cannot be full; and both ends live as long as
+            // the outbox.
+            let _ = (&self.writer).write(&[1]);
+        }
     }
 
     /// The engine serves no longer; the first reason stays.
@@ -202,7 +221,9 @@ impl Outbox {
         if matches!(state.status, Status::Running) {
             state.status = Status::Ended(reason.into());
         }
-        state.wake(&self.published);
+        let due = state.due();
+        drop(state);
+        self.wake(&due);
     }
 
     /// Whether the engine still serves.
@@ -245,7 +266,9 @@ impl Outbox {
         state.watched = true;
         let pending = !state.pending.batch.is_empty();
         if pending || matches!(state.status, Status::Ended(_)) {
-            state.wake(&self.published);
+            let due = state.due();
+            drop(state);
+            self.wake(&due);
         }
         self.reader.as_raw_fd()
     }

@@ -29,25 +29,32 @@ pub struct ExecutorEnd {
 
 /// Runs steps until the engine shuts down.
 pub fn run(end: ExecutorEnd, executor: &Bound<'_, PyAny>) -> PyResult<()> {
-    let py = executor.py();
-    let ExecutorEnd {
-        steps,
-        commands,
-        num_sets,
-        vocab_size,
-    } = end;
     let mut farewell = Farewell {
-        commands: commands.clone(),
+        commands: end.commands.clone(),
         reason: "the executor thread panicked".to_owned(),
     };
+    let served = serve(end, executor);
+    farewell.reason = match &served {
+        Ok(()) => "the executor thread has ended".to_owned(),
+        Err(error) => {
+            let why = describe(executor.py(), error);
+            format!("the executor thread ended with {why}")
+        }
+    };
+    served
+}
+
+fn serve(end: ExecutorEnd, executor: &Bound<'_, PyAny>) -> PyResult<()> {
+    let py = executor.py();
     let mut worker = Worker {
-        executor,
-        views: PlanViews::new(py, num_sets)?,
+        launch: executor.getattr("launch")?,
+        collect: executor.getattr("collect")?,
+        views: PlanViews::new(py, end.num_sets)?,
         reader: ResultReader::default(),
-        vocab_size,
+        vocab_size: end.vocab_size,
     };
     // `Receiver` is not `Sync`, so the wait moves it in and out.
-    let mut steps = steps;
+    let mut steps = end.steps;
     loop {
         let (back, received) = py.detach(move || {
             let received = steps.recv();
@@ -55,8 +62,7 @@ pub fn run(end: ExecutorEnd, executor: &Bound<'_, PyAny>) -> PyResult<()> {
         });
         steps = back;
         let Ok(mut step) = received else {
-            "the engine was shut down".clone_into(&mut farewell.reason);
-            return Ok(());
+            return Ok(()); // the engine was shut down
         };
         let command = match worker.run_step(&mut step) {
             Ok(()) => Command::StepDone(step),
@@ -65,13 +71,9 @@ pub fn run(end: ExecutorEnd, executor: &Bound<'_, PyAny>) -> PyResult<()> {
                 log(py, &error, step.plan().step);
                 Command::StepFailed(step, message)
             }
-            Err(error) => {
-                farewell.reason =
-                    format!("the executor thread ended with {}", describe(py, &error));
-                return Err(error);
-            }
+            Err(error) => return Err(error),
         };
-        if commands.send(command).is_err() {
+        if end.commands.send(command).is_err() {
             return Ok(()); // the scheduler has ended
         }
     }
@@ -91,20 +93,19 @@ impl Drop for Farewell {
     }
 }
 
-struct Worker<'a, 'py> {
-    executor: &'a Bound<'py, PyAny>,
+struct Worker<'py> {
+    launch: Bound<'py, PyAny>,
+    collect: Bound<'py, PyAny>,
     views: PlanViews<'py>,
     reader: ResultReader,
     vocab_size: u32,
 }
 
-impl Worker<'_, '_> {
+impl Worker<'_> {
     fn run_step(&mut self, step: &mut Step) -> PyResult<()> {
-        let py = self.executor.py();
         let plan = self.views.step_plan(&step.lease)?;
-        self.executor
-            .call_method1(pyo3::intern!(py, "launch"), (plan,))?;
-        let result = self.executor.call_method0(pyo3::intern!(py, "collect"))?;
+        self.launch.call1((plan,))?;
+        let result = self.collect.call0()?;
         let Step { lease, results } = step;
         self.reader
             .read(&result, lease.plan(), self.vocab_size, results)

@@ -16,9 +16,12 @@ mod errors;
 mod executor_thread;
 mod kernels;
 mod metrics;
+mod numpy;
 mod plan_memory;
 mod plan_views;
+mod record;
 mod request;
+mod sampler;
 mod scheduler_thread;
 mod step_result;
 
@@ -38,4 +41,6 @@ mod _core {
     };
     #[pymodule_export]
     use crate::request::Request;
+    #[pymodule_export]
+    use crate::sampler::Sampler;
 }

@@ -15,6 +15,8 @@ pub struct EngineMetrics {
     pub failed_steps: u64,
     /// Time from a plan's hand-over to its results, summed over the steps.
     pub step_us: u64,
+    /// Gauge: how long the step in flight has been there, 0 if there is none.
+    pub in_flight_us: u64,
     /// Time the scheduler spent on planning and committing, summed over the steps.
     pub scheduler_us: u64,
 }
@@ -48,6 +50,7 @@ impl EngineMetrics {
             ("steps", self.steps),
             ("failed_steps", self.failed_steps),
             ("step_us", self.step_us),
+            ("in_flight_us", self.in_flight_us),
             ("scheduler_us", self.scheduler_us),
         ];
         for (name, value) in entries {

@@ -17,6 +17,8 @@ use chairlift_core::iteration::plan::StepPlan;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
+use crate::numpy::Plain;
+
 /// A plan whose memory outlives every view of it.
 struct PlanCell(UnsafeCell<StepPlan>);
 
@@ -56,14 +58,6 @@ impl PlanLease {
         }
     }
 }
-
-/// Elements that are valid whatever their bytes are.
-pub trait Plain: Copy {}
-impl Plain for u8 {}
-impl Plain for i32 {}
-impl Plain for i64 {}
-impl Plain for f32 {}
-impl<T: Plain, const N: usize> Plain for [T; N] {}
 
 /// `count` empty plans that hold any step under `limits`.
 pub fn plan_sets(limits: &Limits, count: usize) -> Vec<PlanLease> {

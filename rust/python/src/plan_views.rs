@@ -7,19 +7,23 @@
 
 use chairlift_core::iteration::plan::{RowResets, StepPlan};
 use pyo3::prelude::*;
-use pyo3::types::{PySlice, PyTuple};
+use pyo3::types::PySlice;
 
-use crate::plan_memory::{Plain, PlanLease};
+use crate::numpy::{Kind, Plain, copied, wrapped};
+use crate::plan_memory::PlanLease;
+use crate::record::Record;
 
-/// What building views needs from Python, looked up once.
-struct Tools<'py> {
-    frombuffer: Bound<'py, PyAny>,
-    step_plan: Bound<'py, PyAny>,
-    row_resets: Bound<'py, PyAny>,
-}
+const I32: Kind = ("int32", 1);
+const I64: Kind = ("int64", 1);
+const U8: Kind = ("uint8", 1);
+const F32: Kind = ("float32", 1);
+const I32_PAIRS: Kind = ("int32", 2);
+const F32_SIXES: Kind = ("float32", 6);
+const I64_SIXES: Kind = ("int64", 6);
 
 /// One array of one plan set.
 struct View<'py> {
+    kind: Kind,
     start: *const u8,
     whole: Bound<'py, PyAny>,
     len: usize,
@@ -28,16 +32,16 @@ struct View<'py> {
 
 impl<'py> View<'py> {
     fn new<T: Plain>(
-        tools: &Tools<'py>,
+        py: Python<'py>,
         lease: &PlanLease,
         vector: &Vec<T>,
-        (dtype, columns): (&str, usize),
+        kind: Kind,
     ) -> PyResult<Self> {
-        let py = tools.frombuffer.py();
         let exported = Bound::new(py, lease.export(vector))?;
-        let whole = shaped(tools.frombuffer.call1((exported, dtype))?, columns)?;
+        let whole = wrapped(exported.as_any(), kind)?;
         let slice = first(&whole, 0)?;
         Ok(Self {
+            kind,
             start: vector.as_ptr().cast(),
             whole,
             len: 0,
@@ -47,32 +51,17 @@ impl<'py> View<'py> {
 
     /// The array's first `vector.len()` entries. A vector that moved (which the core promises not to
     /// let happen) is copied: what was exported is no longer its memory.
-    fn of<T: Plain>(
-        &mut self,
-        tools: &Tools<'py>,
-        vector: &[T],
-        kind: Kind,
-    ) -> PyResult<&Bound<'py, PyAny>> {
+    fn of<T: Plain>(&mut self, vector: &[T]) -> PyResult<Bound<'py, PyAny>> {
         if vector.as_ptr().cast() != self.start {
             self.len = usize::MAX;
-            self.slice = copied(tools, vector, kind)?;
+            self.slice = copied(self.whole.py(), vector, self.kind)?;
         } else if vector.len() != self.len {
             self.len = vector.len();
             self.slice = first(&self.whole, self.len)?;
         }
-        Ok(&self.slice)
+        Ok(self.slice.clone())
     }
 }
-
-/// A dtype, and the columns of a row (1: a flat array).
-type Kind = (&'static str, usize);
-const I32: Kind = ("int32", 1);
-const I64: Kind = ("int64", 1);
-const U8: Kind = ("uint8", 1);
-const F32: Kind = ("float32", 1);
-const I32_PAIRS: Kind = ("int32", 2);
-const F32_SIXES: Kind = ("float32", 6);
-const I64_SIXES: Kind = ("int64", 6);
 
 /// The views of one plan set.
 struct SetViews<'py> {
@@ -91,153 +80,114 @@ struct SetViews<'py> {
     block_copies: View<'py>,
 }
 
+impl<'py> SetViews<'py> {
+    fn new(py: Python<'py>, lease: &PlanLease) -> PyResult<Self> {
+        let plan = lease.plan();
+        Ok(Self {
+            rows: View::new(py, lease, &plan.rows, I32)?,
+            query_start_loc: View::new(py, lease, &plan.query_start_loc, I32)?,
+            seq_lens: View::new(py, lease, &plan.seq_lens, I32)?,
+            token_ids: View::new(py, lease, &plan.token_ids, I32)?,
+            token_sources: View::new(py, lease, &plan.token_sources, U8)?,
+            positions: View::new(py, lease, &plan.positions, I32)?,
+            slot_mapping: View::new(py, lease, &plan.slot_mapping, I64)?,
+            block_table_offsets: View::new(py, lease, &plan.block_table_offsets, I32)?,
+            block_ids: View::new(py, lease, &plan.block_ids, I32)?,
+            logits_indices: View::new(py, lease, &plan.logits_indices, I32)?,
+            sample_rows: View::new(py, lease, &plan.sample_rows, I32)?,
+            sample_output_indices: View::new(py, lease, &plan.sample_output_indices, I32)?,
+            block_copies: View::new(py, lease, &plan.block_copies, I32_PAIRS)?,
+        })
+    }
+
+    /// A `StepPlan`: its fields in order.
+    fn step_plan(
+        &mut self,
+        class: &Record<'py>,
+        plan: &StepPlan,
+        resets: Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = resets.py();
+        let num_prefills = plan.num_seqs() - plan.num_decodes;
+        class.make(&[
+            plan.step.into_pyobject(py)?.into_any(),
+            plan.num_decodes.into_pyobject(py)?.into_any(),
+            num_prefills.into_pyobject(py)?.into_any(),
+            self.rows.of(&plan.rows)?,
+            self.query_start_loc.of(&plan.query_start_loc)?,
+            self.seq_lens.of(&plan.seq_lens)?,
+            self.token_ids.of(&plan.token_ids)?,
+            self.token_sources.of(&plan.token_sources)?,
+            self.positions.of(&plan.positions)?,
+            self.slot_mapping.of(&plan.slot_mapping)?,
+            self.block_table_offsets.of(&plan.block_table_offsets)?,
+            self.block_ids.of(&plan.block_ids)?,
+            self.logits_indices.of(&plan.logits_indices)?,
+            self.sample_rows.of(&plan.sample_rows)?,
+            self.sample_output_indices.of(&plan.sample_output_indices)?,
+            self.block_copies.of(&plan.block_copies)?,
+            resets,
+        ])
+    }
+}
+
 /// The views of every plan set of the ring.
 pub struct PlanViews<'py> {
-    tools: Tools<'py>,
-    sets: Vec<Option<SetViews<'py>>>,
+    step_plan: Record<'py>,
+    row_resets: Record<'py>,
     no_resets: Bound<'py, PyAny>,
+    sets: Vec<Option<SetViews<'py>>>,
 }
 
 impl<'py> PlanViews<'py> {
     /// Looks up the Python side; the sets are wrapped when they first come by.
     pub fn new(py: Python<'py>, num_sets: usize) -> PyResult<Self> {
         let protocol = py.import("chairlift.executor")?;
-        let tools = Tools {
-            frombuffer: py.import("numpy")?.getattr("frombuffer")?,
-            step_plan: protocol.getattr("StepPlan")?,
-            row_resets: protocol.getattr("RowResets")?,
-        };
-        let no_resets = row_resets(&tools, &RowResets::default())?;
+        let row_resets = Record::new(protocol.getattr("RowResets")?)?;
         Ok(Self {
-            tools,
+            step_plan: Record::new(protocol.getattr("StepPlan")?)?,
+            no_resets: copied_resets(py, &row_resets, &RowResets::default())?,
+            row_resets,
             sets: (0..num_sets).map(|_| None).collect(),
-            no_resets,
         })
     }
 
     /// The step plan as the executor gets it.
     pub fn step_plan(&mut self, lease: &PlanLease) -> PyResult<Bound<'py, PyAny>> {
-        let tools = &self.tools;
+        let py = self.no_resets.py();
         let plan = lease.plan();
-        let set = &mut self.sets[lease.set];
-        let views = match set {
-            Some(views) => views,
-            None => set.insert(SetViews::new(tools, lease)?),
-        };
         let resets = if plan.resets.rows.is_empty() {
             self.no_resets.clone()
         } else {
-            row_resets(tools, &plan.resets)?
+            copied_resets(py, &self.row_resets, &plan.resets)?
         };
-        views.step_plan(tools, plan, resets)
+        let set = &mut self.sets[lease.set];
+        let views = match set {
+            Some(views) => views,
+            None => set.insert(SetViews::new(py, lease)?),
+        };
+        views.step_plan(&self.step_plan, plan, resets)
     }
 }
 
-impl<'py> SetViews<'py> {
-    fn new(tools: &Tools<'py>, lease: &PlanLease) -> PyResult<Self> {
-        let plan = lease.plan();
-        Ok(Self {
-            rows: View::new(tools, lease, &plan.rows, I32)?,
-            query_start_loc: View::new(tools, lease, &plan.query_start_loc, I32)?,
-            seq_lens: View::new(tools, lease, &plan.seq_lens, I32)?,
-            token_ids: View::new(tools, lease, &plan.token_ids, I32)?,
-            token_sources: View::new(tools, lease, &plan.token_sources, U8)?,
-            positions: View::new(tools, lease, &plan.positions, I32)?,
-            slot_mapping: View::new(tools, lease, &plan.slot_mapping, I64)?,
-            block_table_offsets: View::new(tools, lease, &plan.block_table_offsets, I32)?,
-            block_ids: View::new(tools, lease, &plan.block_ids, I32)?,
-            logits_indices: View::new(tools, lease, &plan.logits_indices, I32)?,
-            sample_rows: View::new(tools, lease, &plan.sample_rows, I32)?,
-            sample_output_indices: View::new(tools, lease, &plan.sample_output_indices, I32)?,
-            block_copies: View::new(tools, lease, &plan.block_copies, I32_PAIRS)?,
-        })
-    }
-
-    /// Calls `StepPlan(...)` with its fields in order.
-    fn step_plan(
-        &mut self,
-        tools: &Tools<'py>,
-        plan: &StepPlan,
-        resets: Bound<'py, PyAny>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let py = resets.py();
-        let fields = [
-            plan.step.into_pyobject(py)?.into_any(),
-            plan.num_decodes.into_pyobject(py)?.into_any(),
-            (plan.num_seqs() - plan.num_decodes)
-                .into_pyobject(py)?
-                .into_any(),
-            self.rows.of(tools, &plan.rows, I32)?.clone(),
-            self.query_start_loc
-                .of(tools, &plan.query_start_loc, I32)?
-                .clone(),
-            self.seq_lens.of(tools, &plan.seq_lens, I32)?.clone(),
-            self.token_ids.of(tools, &plan.token_ids, I32)?.clone(),
-            self.token_sources
-                .of(tools, &plan.token_sources, U8)?
-                .clone(),
-            self.positions.of(tools, &plan.positions, I32)?.clone(),
-            self.slot_mapping
-                .of(tools, &plan.slot_mapping, I64)?
-                .clone(),
-            self.block_table_offsets
-                .of(tools, &plan.block_table_offsets, I32)?
-                .clone(),
-            self.block_ids.of(tools, &plan.block_ids, I32)?.clone(),
-            self.logits_indices
-                .of(tools, &plan.logits_indices, I32)?
-                .clone(),
-            self.sample_rows.of(tools, &plan.sample_rows, I32)?.clone(),
-            self.sample_output_indices
-                .of(tools, &plan.sample_output_indices, I32)?
-                .clone(),
-            self.block_copies
-                .of(tools, &plan.block_copies, I32_PAIRS)?
-                .clone(),
-            resets,
-        ];
-        tools.step_plan.call1(PyTuple::new(py, fields)?)
-    }
-}
-
-/// `RowResets(...)` of fresh arrays, its fields in order.
-fn row_resets<'py>(tools: &Tools<'py>, resets: &RowResets) -> PyResult<Bound<'py, PyAny>> {
-    let fields = [
-        copied(tools, &resets.rows, I32)?,
-        copied(tools, &resets.floats, F32_SIXES)?,
-        copied(tools, &resets.ints, I64_SIXES)?,
-        copied(tools, &resets.id_ranges, I32_PAIRS)?,
-        copied(tools, &resets.bias_ranges, I32_PAIRS)?,
-        copied(tools, &resets.suppressed_ranges, I32_PAIRS)?,
-        copied(tools, &resets.ids, I32)?,
-        copied(tools, &resets.bias_ids, I32)?,
-        copied(tools, &resets.bias_values, F32)?,
-        copied(tools, &resets.suppressed_ids, I32)?,
-    ];
-    tools
-        .row_resets
-        .call1(PyTuple::new(tools.row_resets.py(), fields)?)
-}
-
-/// A fresh, writable array with a copy of `values`.
-fn copied<'py, T: Plain>(
-    tools: &Tools<'py>,
-    values: &[T],
-    (dtype, columns): Kind,
+/// A `RowResets` of fresh arrays: its fields in order.
+fn copied_resets<'py>(
+    py: Python<'py>,
+    class: &Record<'py>,
+    resets: &RowResets,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let py = tools.frombuffer.py();
-    // SAFETY: `Plain` values are numbers without padding, so all their bytes are initialised.
-    let bytes =
-        unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) };
-    let bytes = pyo3::types::PyByteArray::new(py, bytes);
-    shaped(tools.frombuffer.call1((bytes, dtype))?, columns)
-}
-
-fn shaped(flat: Bound<'_, PyAny>, columns: usize) -> PyResult<Bound<'_, PyAny>> {
-    if columns == 1 {
-        return Ok(flat);
-    }
-    flat.call_method1("reshape", (-1, columns))
+    class.make(&[
+        copied(py, &resets.rows, I32)?,
+        copied(py, &resets.floats, F32_SIXES)?,
+        copied(py, &resets.ints, I64_SIXES)?,
+        copied(py, &resets.id_ranges, I32_PAIRS)?,
+        copied(py, &resets.bias_ranges, I32_PAIRS)?,
+        copied(py, &resets.suppressed_ranges, I32_PAIRS)?,
+        copied(py, &resets.ids, I32)?,
+        copied(py, &resets.bias_ids, I32)?,
+        copied(py, &resets.bias_values, F32)?,
+        copied(py, &resets.suppressed_ids, I32)?,
+    ])
 }
 
 fn first<'py>(array: &Bound<'py, PyAny>, len: usize) -> PyResult<Bound<'py, PyAny>> {

@@ -39,12 +39,13 @@ pub struct SchedulerEnd {
 
 /// Serves until the engine is shut down.
 pub fn run(engine: Engine, end: SchedulerEnd) {
-    let obituary = Obituary(Arc::clone(&end.outbox));
+    let outbox = Arc::clone(&end.outbox);
     let mut scheduler = Scheduler::new(engine, end);
+    // Dropped before the scheduler with its channels: who finds them closed finds the reason, too.
+    let _obituary = Obituary(outbox);
     while scheduler.is_open {
         scheduler.turn();
     }
-    drop(obituary);
 }
 
 /// Tells the clients that nobody serves them any more, however the thread ends.
@@ -158,13 +159,21 @@ impl Scheduler {
                 self.engine.abort(now, id);
             }
             Command::Metrics(reply) => {
-                let core = self.engine.metrics();
-                let _ = reply.send(EngineMetrics { core, ..self.stats });
+                let _ = reply.send(self.metrics());
             }
             Command::StepDone(step) => self.step_done(now, step),
             Command::StepFailed(step, why) => self.step_failed(now, step, &why),
             Command::ExecutorGone(why) => self.executor_gone(now, &why),
             Command::Shutdown => self.shut_down(now),
+        }
+    }
+
+    fn metrics(&self) -> EngineMetrics {
+        let since = self.in_flight.as_ref().map(|flight| flight.since);
+        EngineMetrics {
+            core: self.engine.metrics(),
+            in_flight_us: since.map_or(0, |since| since.elapsed().as_micros() as u64),
+            ..self.stats
         }
     }
 
