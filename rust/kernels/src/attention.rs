@@ -181,7 +181,8 @@ impl Job<'_> {
         let writers = if pieces < 8 { 1 } else { threads };
         parallel::for_each(writers, pieces, &|piece| {
             let begin = piece * TOKENS_PER_PIECE;
-            dispatch(WriteTokens { call: &call, begin, end: (begin + TOKENS_PER_PIECE).min(tokens) });
+            let end = (begin + TOKENS_PER_PIECE).min(tokens);
+            Scratch::with(|scratch| dispatch(WriteTokens { call: &call, begin, end, scratch }));
         });
 
         let shape = ItemShape { kv_heads: layer.num_kv_heads, group, threads };
@@ -195,7 +196,8 @@ impl Job<'_> {
                 partials: (0..partials).map(|_| Mutex::new(vec![0.0; stride])).collect(),
             };
             parallel::for_each(threads, items.len(), &|i| {
-                dispatch(RunItem { call: &call, item: items[i], merge: &merge });
+                let (call, item, merge) = (&call, items[i], &merge);
+                Scratch::with(|scratch| dispatch(RunItem { call, item, merge, scratch }));
             });
         });
     }
@@ -271,6 +273,7 @@ struct WriteTokens<'a, E, C> {
     call: &'a Call<'a, E, C>,
     begin: usize,
     end: usize,
+    scratch: &'a mut Scratch,
 }
 
 impl<E: Element, C: Element> WithSimd for WriteTokens<'_, E, C> {
@@ -278,11 +281,9 @@ impl<E: Element, C: Element> WithSimd for WriteTokens<'_, E, C> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        Scratch::with(|scratch| {
-            for token in self.begin..self.end {
-                write_token(simd, self.call, token, scratch);
-            }
-        });
+        for token in self.begin..self.end {
+            write_token(simd, self.call, token, self.scratch);
+        }
     }
 }
 
@@ -290,6 +291,7 @@ struct RunItem<'a, E, C> {
     call: &'a Call<'a, E, C>,
     item: Item,
     merge: &'a Merge,
+    scratch: &'a mut Scratch,
 }
 
 impl<E: Element, C: Element> WithSimd for RunItem<'_, E, C> {
@@ -297,6 +299,6 @@ impl<E: Element, C: Element> WithSimd for RunItem<'_, E, C> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        Scratch::with(|scratch| tile::run_item(simd, self.call, self.item, self.merge, scratch));
+        tile::run_item(simd, self.call, self.item, self.merge, self.scratch);
     }
 }

@@ -48,7 +48,8 @@ pub unsafe fn add_rms_norm<E: Element, W: Element>(
     threads: usize,
 ) {
     for_rows(tensors.rows, tensors.width, threads, &|begin, end| {
-        dispatch(NormRows { tensors: &tensors, eps, begin, end });
+        let tensors = &tensors;
+        Scratch::with(|scratch| dispatch(NormRows { tensors, eps, begin, end, scratch }));
     });
 }
 
@@ -57,6 +58,7 @@ struct NormRows<'a, E, W> {
     eps: f32,
     begin: usize,
     end: usize,
+    scratch: &'a mut Scratch,
 }
 
 impl<E: Element, W: Element> WithSimd for NormRows<'_, E, W> {
@@ -65,13 +67,11 @@ impl<E: Element, W: Element> WithSimd for NormRows<'_, E, W> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let width = self.tensors.width;
-        Scratch::with(|scratch| {
-            let sum = scratch.head(width);
-            for row in self.begin..self.end {
-                // SAFETY: rows are within the tensors by the contract of `add_rms_norm`.
-                unsafe { norm_row(simd, self.tensors, row * width, self.eps, sum) };
-            }
-        });
+        let sum = self.scratch.head(width);
+        for row in self.begin..self.end {
+            // SAFETY: rows are within the tensors by the contract of `add_rms_norm`.
+            unsafe { norm_row(simd, self.tensors, row * width, self.eps, sum) };
+        }
     }
 }
 

@@ -53,8 +53,8 @@ pub(crate) struct Scratch {
 }
 
 impl Scratch {
-    /// Lends the thread's scratch.
-    #[inline(always)]
+    /// Lends the thread's scratch. Call it outside of `dispatch`: closures that the standard library
+    /// calls are compiled without the vector instructions.
     pub(crate) fn with<R>(use_it: impl FnOnce(&mut Self) -> R) -> R {
         thread_local! {
             static SCRATCH: RefCell<Scratch> = const { RefCell::new(Scratch { lines: Vec::new() }) };
