@@ -24,21 +24,35 @@ TOLERANCES = {
     (BF16, BF16): 2e-2,
 }
 
-SHAPES = [
-    Shape(head_dim=head_dim, kv_heads=2, group=group, block_size=block_size)
-    for head_dim, group, block_size in itertools.product(
-        (64, 80, 96, 128), range(1, 9), (8, 16, 32)
-    )
-] + [
-    Shape(head_dim=head_dim, group=group, dtype=dtype, cache_dtype=cache_dtype, norms=norms)
-    for head_dim, group, norms in ((64, 3, False), (80, 1, True), (128, 4, True))
-    for dtype, cache_dtype in itertools.product((F32, BF16), repeat=2)
-] + [
-    Shape(head_dim=head_dim, group=5, kv_heads=1, block_size=block_size, rotary=rotary, norms=norms)
-    for head_dim, block_size, rotary, norms in (
-        (8, 1, 1.0, False), (24, 7, 0.0, True), (72, 5, 0.5, False), (256, 64, 0.25, True)
-    )
-]
+SHAPES = (
+    [
+        Shape(head_dim=head_dim, kv_heads=2, group=group, block_size=block_size)
+        for head_dim, group, block_size in itertools.product(
+            (64, 80, 96, 128), range(1, 9), (8, 16, 32)
+        )
+    ]
+    + [
+        Shape(head_dim=head_dim, group=group, dtype=dtype, cache_dtype=cache_dtype, norms=norms)
+        for head_dim, group, norms in ((64, 3, False), (80, 1, True), (128, 4, True))
+        for dtype, cache_dtype in itertools.product((F32, BF16), repeat=2)
+    ]
+    + [
+        Shape(
+            head_dim=head_dim,
+            group=5,
+            kv_heads=1,
+            block_size=block_size,
+            rotary=rotary,
+            norms=norms,
+        )
+        for head_dim, block_size, rotary, norms in (
+            (8, 1, 1.0, False),
+            (24, 7, 0.0, True),
+            (72, 5, 0.5, False),
+            (256, 64, 0.25, True),
+        )
+    ]
+)
 
 LENGTHS = [1, 5, 64, 65, 130, 300, 17, 257]
 """Around tile (64) and segment (256) boundaries."""
@@ -178,9 +192,7 @@ def test_an_empty_step_is_legal():
     world = World(Shape(), [3], 1)
     metadata = world._implementation.prepare(world.plan([]))
     qkv = torch.empty(0, world.params.qkv_width)
-    out = world._implementation.forward(
-        qkv, world.k_cache, world.v_cache, metadata, world.params
-    )
+    out = world._implementation.forward(qkv, world.k_cache, world.v_cache, metadata, world.params)
     assert out.shape == (0, 9 * 64)
 
 

@@ -2,7 +2,7 @@
 
 from typing import final
 
-from numpy import int32, int64
+from numpy import float32, int32, int64, uint8
 from numpy.typing import NDArray
 
 @final
@@ -36,6 +36,37 @@ class AttentionLayer:
         k_norm: tuple[int, bool] | None,
         norm_eps: float,
     ) -> AttentionLayer: ...
+
+@final
+class Sampler:
+    """Sampling state of all rows."""
+
+    def __new__(cls, max_rows: int, vocab_size: int) -> Sampler: ...
+    def reset(
+        self,
+        rows: NDArray[int32],
+        floats: NDArray[float32],
+        ints: NDArray[int64],
+        id_ranges: NDArray[int32],
+        bias_ranges: NDArray[int32],
+        suppressed_ranges: NDArray[int32],
+        ids: NDArray[int32],
+        bias_ids: NDArray[int32],
+        bias_values: NDArray[float32],
+        suppressed_ids: NDArray[int32],
+    ) -> None: ...
+    def sample(
+        self,
+        logits: int,
+        is_bf16: bool,
+        rows: int,
+        sample_rows: NDArray[int32],
+        output_indices: NDArray[int32],
+        token_ids: NDArray[int32],
+        statuses: NDArray[uint8],
+        margins: NDArray[float32] | None,
+        threads: int,
+    ) -> tuple[list[int], list[int], list[float]] | None: ...
 
 def attention_forward(
     batch: AttentionBatch,

@@ -124,7 +124,9 @@ def _make_layer(params: AttentionParams) -> _core.AttentionLayer:
 def _check_on_cpu(what: str, *tensors: Tensor) -> None:
     for tensor in tensors:
         if tensor.device.type != "cpu":
-            raise AttentionError(f"{what}: on device {tensor.device}, the kernel needs it on the cpu")
+            raise AttentionError(
+                f"{what}: on device {tensor.device}, the kernel needs it on the cpu"
+            )
 
 
 def _check(
@@ -141,8 +143,7 @@ def _check(
         )
     if k_cache.dtype not in MODEL_DTYPES or v_cache.dtype != k_cache.dtype:
         raise AttentionError(
-            "both caches must be float32 or both bfloat16, "
-            f"not {k_cache.dtype} and {v_cache.dtype}"
+            f"both caches must be float32 or both bfloat16, not {k_cache.dtype} and {v_cache.dtype}"
         )
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise AttentionError("the caches must be contiguous")

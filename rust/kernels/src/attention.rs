@@ -111,7 +111,12 @@ pub unsafe fn forward(
     if batch.num_tokens() == 0 {
         return Ok(());
     }
-    let job = Job { batch, layer, tensors, threads };
+    let job = Job {
+        batch,
+        layer,
+        tensors,
+        threads,
+    };
     match (tensors.dtype, tensors.cache_dtype) {
         (Dtype::F32, Dtype::F32) => job.run::<f32, f32>(),
         (Dtype::F32, Dtype::Bf16) => job.run::<f32, bf16>(),
@@ -121,23 +126,25 @@ pub unsafe fn forward(
     Ok(())
 }
 
-fn check(
-    batch: &AttentionBatch,
-    layer: &Layer,
-    tensors: &Tensors,
-) -> Result<(), AttentionError> {
+fn check(batch: &AttentionBatch, layer: &Layer, tensors: &Tensors) -> Result<(), AttentionError> {
     let (heads, kv_heads, dim) = (layer.num_heads, layer.num_kv_heads, layer.head_dim);
     if kv_heads == 0 || heads == 0 || !heads.is_multiple_of(kv_heads) {
-        return Err(AttentionError::Call(format!("{heads} heads over {kv_heads} kv heads")));
+        return Err(AttentionError::Call(format!(
+            "{heads} heads over {kv_heads} kv heads"
+        )));
     }
     if dim == 0 || !dim.is_multiple_of(8) || tensors.block_size == 0 {
         let block_size = tensors.block_size;
-        return Err(AttentionError::Call(format!("head_dim {dim}, block_size {block_size}")));
+        return Err(AttentionError::Call(format!(
+            "head_dim {dim}, block_size {block_size}"
+        )));
     }
     if let Some(rope) = layer.rope {
         if rope.half == 0 || 2 * rope.half > dim {
             let rotary = 2 * rope.half;
-            return Err(AttentionError::Call(format!("rotary_dim {rotary} of head_dim {dim}")));
+            return Err(AttentionError::Call(format!(
+                "rotary_dim {rotary} of head_dim {dim}"
+            )));
         }
         if batch.num_tokens() > 0 && batch.max_position() >= rope.max_position {
             return Err(AttentionError::Call(format!(
@@ -162,7 +169,11 @@ impl Job<'_> {
         let layer = self.layer;
         let group = layer.num_heads / layer.num_kv_heads;
         let cost = total_cost(self.batch, group) * layer.num_kv_heads * layer.head_dim * 2;
-        let threads = if cost < PARALLEL_MIN_COST { 1 } else { self.threads.max(1) };
+        let threads = if cost < PARALLEL_MIN_COST {
+            1
+        } else {
+            self.threads.max(1)
+        };
         let call = Call::<E, C> {
             batch: self.batch,
             layer,
@@ -182,22 +193,45 @@ impl Job<'_> {
         parallel::for_each(writers, pieces, &|piece| {
             let begin = piece * TOKENS_PER_PIECE;
             let end = (begin + TOKENS_PER_PIECE).min(tokens);
-            Scratch::with(|scratch| dispatch(WriteTokens { call: &call, begin, end, scratch }));
+            Scratch::with(|scratch| {
+                dispatch(WriteTokens {
+                    call: &call,
+                    begin,
+                    end,
+                    scratch,
+                })
+            });
         });
 
-        let shape = ItemShape { kv_heads: layer.num_kv_heads, group, threads };
+        let shape = ItemShape {
+            kv_heads: layer.num_kv_heads,
+            group,
+            threads,
+        };
         self.batch.with_items(shape, |items| {
             let (counters, partials) = split_sizes(items);
-            let rows = items.iter().filter(|item| item.split.is_some()).map(Item::num_queries);
+            let rows = items
+                .iter()
+                .filter(|item| item.split.is_some())
+                .map(Item::num_queries);
             let rows = rows.max().unwrap_or(0) * group;
             let stride = tile::partial_len(rows, layer.head_dim);
             let merge = Merge {
                 finished: (0..counters).map(|_| AtomicUsize::new(0)).collect(),
-                partials: (0..partials).map(|_| Mutex::new(vec![0.0; stride])).collect(),
+                partials: (0..partials)
+                    .map(|_| Mutex::new(vec![0.0; stride]))
+                    .collect(),
             };
             parallel::for_each(threads, items.len(), &|i| {
                 let (call, item, merge) = (&call, items[i], &merge);
-                Scratch::with(|scratch| dispatch(RunItem { call, item, merge, scratch }));
+                Scratch::with(|scratch| {
+                    dispatch(RunItem {
+                        call,
+                        item,
+                        merge,
+                        scratch,
+                    })
+                });
             });
         });
     }

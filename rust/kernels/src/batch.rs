@@ -70,11 +70,18 @@ impl AttentionBatch {
         let tokens = positions.len();
         if slot_mapping.len() != tokens {
             let slots = slot_mapping.len();
-            return Err(AttentionError::Batch(format!("{tokens} positions but {slots} slots")));
+            return Err(AttentionError::Batch(format!(
+                "{tokens} positions but {slots} slots"
+            )));
         }
         let sequences = seq_lens.len();
         ragged("query_start_loc", &query_start_loc, sequences, tokens)?;
-        ragged("block_table_offsets", &block_table_offsets, sequences, block_ids.len())?;
+        ragged(
+            "block_table_offsets",
+            &block_table_offsets,
+            sequences,
+            block_ids.len(),
+        )?;
         for (i, &seq_len) in seq_lens.iter().enumerate() {
             let queries = query_start_loc[i + 1] - query_start_loc[i];
             if queries > seq_len {
@@ -170,13 +177,19 @@ impl AttentionBatch {
     /// A second shape within one step (a model with unlike layers) is cut anew each time.
     pub fn with_items<R>(&self, shape: ItemShape, run: impl FnOnce(&[Item]) -> R) -> R {
         let (kept_shape, items) = self.items.get_or_init(|| (shape, cut(self, shape)));
-        if *kept_shape == shape { run(items) } else { run(&cut(self, shape)) }
+        if *kept_shape == shape {
+            run(items)
+        } else {
+            run(&cut(self, shape))
+        }
     }
 }
 
 fn unsigned(name: &str, values: &[i32]) -> Result<Vec<u32>, AttentionError> {
     match values.iter().find(|&&value| value < 0) {
-        Some(value) => Err(AttentionError::Batch(format!("{name} holds {value}, which is negative"))),
+        Some(value) => Err(AttentionError::Batch(format!(
+            "{name} holds {value}, which is negative"
+        ))),
         None => Ok(values.iter().map(|&value| value.cast_unsigned()).collect()),
     }
 }
@@ -216,17 +229,41 @@ mod tests {
     #[test]
     fn contradictions_are_refused() {
         let cases = [
-            BatchArrays { query_start_loc: &[0, 3, 1], ..GOOD },
-            BatchArrays { query_start_loc: &[0, 1], ..GOOD },
-            BatchArrays { seq_lens: &[5, 1], ..GOOD },
-            BatchArrays { positions: &[4, -1, 1], ..GOOD },
-            BatchArrays { slot_mapping: &[12, 0], ..GOOD },
-            BatchArrays { slot_mapping: &[12, 0, -1], ..GOOD },
-            BatchArrays { block_table_offsets: &[0, 2, 4], ..GOOD },
+            BatchArrays {
+                query_start_loc: &[0, 3, 1],
+                ..GOOD
+            },
+            BatchArrays {
+                query_start_loc: &[0, 1],
+                ..GOOD
+            },
+            BatchArrays {
+                seq_lens: &[5, 1],
+                ..GOOD
+            },
+            BatchArrays {
+                positions: &[4, -1, 1],
+                ..GOOD
+            },
+            BatchArrays {
+                slot_mapping: &[12, 0],
+                ..GOOD
+            },
+            BatchArrays {
+                slot_mapping: &[12, 0, -1],
+                ..GOOD
+            },
+            BatchArrays {
+                block_table_offsets: &[0, 2, 4],
+                ..GOOD
+            },
         ];
         for arrays in cases {
             let result = AttentionBatch::new(arrays);
-            assert!(matches!(result, Err(AttentionError::Batch(_))), "{arrays:?}");
+            assert!(
+                matches!(result, Err(AttentionError::Batch(_))),
+                "{arrays:?}"
+            );
         }
     }
 
@@ -234,7 +271,10 @@ mod tests {
     fn a_cache_that_is_too_small_is_refused() {
         let batch = AttentionBatch::new(GOOD).unwrap();
         for (num_blocks, block_size) in [(2, 8), (3, 4), (3, 2)] {
-            assert!(batch.check_cache(num_blocks, block_size).is_err(), "{num_blocks} {block_size}");
+            assert!(
+                batch.check_cache(num_blocks, block_size).is_err(),
+                "{num_blocks} {block_size}"
+            );
         }
     }
 }

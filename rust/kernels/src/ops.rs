@@ -49,7 +49,15 @@ pub unsafe fn add_rms_norm<E: Element, W: Element>(
 ) {
     for_rows(tensors.rows, tensors.width, threads, &|begin, end| {
         let tensors = &tensors;
-        Scratch::with(|scratch| dispatch(NormRows { tensors, eps, begin, end, scratch }));
+        Scratch::with(|scratch| {
+            dispatch(NormRows {
+                tensors,
+                eps,
+                begin,
+                end,
+                scratch,
+            })
+        });
     });
 }
 
@@ -91,7 +99,11 @@ unsafe fn norm_row<S: Simd, E: Element, W: Element>(
     unsafe {
         let (x, out) = (tensors.x.add(at), tensors.out.add(at));
         let add = !tensors.residual.is_null();
-        let residual = if add { tensors.residual.add(at) } else { tensors.residual };
+        let residual = if add {
+            tensors.residual.add(at)
+        } else {
+            tensors.residual
+        };
         for i in (0..whole).step_by(lanes) {
             let mut value = E::load(simd, x.add(i));
             if add {
@@ -137,7 +149,11 @@ pub unsafe fn silu_and_mul<E: Element>(
 ) {
     let tensors = GateTensors { x, out, width };
     for_rows(rows, width, threads, &|begin, end| {
-        dispatch(GateRows { tensors: &tensors, begin, end });
+        dispatch(GateRows {
+            tensors: &tensors,
+            begin,
+            end,
+        });
     });
 }
 
@@ -171,7 +187,11 @@ impl<E: Element> WithSimd for GateRows<'_, E> {
                 let out = self.tensors.out.add(row * width);
                 for i in (0..whole).step_by(S::F32_LANES) {
                     let value = silu(simd, E::load(simd, gate.add(i)));
-                    E::store(simd, out.add(i), simd.mul_f32s(value, E::load(simd, up.add(i))));
+                    E::store(
+                        simd,
+                        out.add(i),
+                        simd.mul_f32s(value, E::load(simd, up.add(i))),
+                    );
                 }
                 // The rest takes the same vector path, so that a value does not depend on its place.
                 let mut last = [0.0; MAX_LANES];
@@ -220,7 +240,9 @@ mod tests {
     #[test]
     fn silu_and_mul_agrees_with_the_formula() {
         let (rows, width) = (3, 21);
-        let x: Vec<f32> = (0..rows * 2 * width).map(|i| (i as f32 - 60.0) * 0.37).collect();
+        let x: Vec<f32> = (0..rows * 2 * width)
+            .map(|i| (i as f32 - 60.0) * 0.37)
+            .collect();
         let mut out = vec![0.0_f32; rows * width];
         // SAFETY: the vectors have the sizes that are passed.
         unsafe { silu_and_mul(x.as_ptr(), out.as_mut_ptr(), rows, width, 1) };
@@ -230,7 +252,10 @@ mod tests {
                 let up = f64::from(x[row * 2 * width + width + i]);
                 let expected = gate / (1.0 + (-gate).exp()) * up;
                 let found = f64::from(out[row * width + i]);
-                assert!((found - expected).abs() <= 1e-6 * expected.abs() + 1e-12, "{gate} {up}");
+                assert!(
+                    (found - expected).abs() <= 1e-6 * expected.abs() + 1e-12,
+                    "{gate} {up}"
+                );
             }
         }
     }

@@ -30,7 +30,11 @@ pub unsafe fn use_openmp(gomp_parallel: usize) -> bool {
 
 /// Name of the pool that parallel regions run on.
 pub fn pool_name() -> &'static str {
-    if OPENMP.get().is_some() { "openmp" } else { "threads" }
+    if OPENMP.get().is_some() {
+        "openmp"
+    } else {
+        "threads"
+    }
 }
 
 /// Calls `body(item)` once for every `item < num_items`, on up to `threads` threads.
@@ -58,7 +62,10 @@ pub fn for_each(threads: usize, num_items: usize, body: &(dyn Fn(usize) + Sync))
 ///
 /// A panic of any of them is resumed here.
 fn run(threads: usize, body: &(dyn Fn() + Sync)) {
-    let region = Region { body, panic: Mutex::new(None) };
+    let region = Region {
+        body,
+        panic: Mutex::new(None),
+    };
     match OPENMP.get() {
         Some(parallel) => {
             let data = (&raw const region).cast_mut().cast();
@@ -161,7 +168,10 @@ impl Pool {
         let mut state = lock(&self.state);
         state.task = None;
         while state.inside > 0 {
-            state = self.done.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self
+                .done
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -181,7 +191,12 @@ impl Pool {
                         self.done.notify_one();
                     }
                 }
-                _ => state = self.wake.wait(state).unwrap_or_else(PoisonError::into_inner),
+                _ => {
+                    state = self
+                        .wake
+                        .wait(state)
+                        .unwrap_or_else(PoisonError::into_inner)
+                }
             }
         }
     }
@@ -195,11 +210,16 @@ mod tests {
     fn every_item_runs_once() {
         for threads in [1, 2, 5] {
             for num_items in [0, 1, 7, 1000] {
-                let counts: Vec<AtomicUsize> = (0..num_items).map(|_| AtomicUsize::new(0)).collect();
+                let counts: Vec<AtomicUsize> =
+                    (0..num_items).map(|_| AtomicUsize::new(0)).collect();
                 for_each(threads, num_items, &|item| {
                     counts[item].fetch_add(1, Ordering::Relaxed);
                 });
-                assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+                assert!(
+                    counts
+                        .iter()
+                        .all(|count| count.load(Ordering::Relaxed) == 1)
+                );
             }
         }
     }

@@ -82,8 +82,13 @@ pub(crate) fn write_token<S: Simd, E: Element, C: Element>(
     let slot = call.batch.slot(token);
     let (block, offset) = (slot / call.block_size, slot % call.block_size);
     let transform = HeadTransform {
-        norm: call.k_norm.as_deref().map(|weight| (weight, layer.norm_eps)),
-        rope: layer.rope.map(|tables| (tables, call.batch.position(token))),
+        norm: call
+            .k_norm
+            .as_deref()
+            .map(|weight| (weight, layer.norm_eps)),
+        rope: layer
+            .rope
+            .map(|tables| (tables, call.batch.position(token))),
     };
     let key = scratch.head(layer.head_dim);
     for kv_head in 0..layer.num_kv_heads {

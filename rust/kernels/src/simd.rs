@@ -38,6 +38,14 @@ pub fn fma<S: Simd>(simd: S, a: S::f32s, b: S::f32s, c: S::f32s) -> S::f32s {
     simd.mul_add_e_f32s(a, b, c)
 }
 
+/// Whether any lane of a mask is set.
+///
+/// (`pulp` 0.22.3 counts lanes from the wrong end of AVX-512 masks, so only this is taken from it.)
+#[inline(always)]
+pub fn any<S: Simd>(simd: S, mask: S::m32s) -> bool {
+    simd.first_true_m32s(mask) != S::F32_LANES
+}
+
 /// `2^x` for `x <= 0`, relative error below 3e-7; exactly 1 at 0 and exactly 0 from -127 down.
 ///
 /// Splits `x` into an integer, which becomes the exponent, and a rest within a half, for which a
@@ -95,7 +103,11 @@ pub unsafe fn widen_bf16<S: Simd>(simd: S, ptr: *const u16) -> S::f32s {
     let lanes = (&raw mut wide).cast::<u32>();
     for lane in 0..S::F32_LANES {
         // SAFETY: the vector has F32_LANES lanes of 32 bits; the caller vouches for `ptr`.
-        unsafe { lanes.add(lane).write(u32::from(ptr.add(lane).read_unaligned()) << 16) };
+        unsafe {
+            lanes
+                .add(lane)
+                .write(u32::from(ptr.add(lane).read_unaligned()) << 16)
+        };
     }
     wide
 }

@@ -162,7 +162,9 @@ pub(crate) fn run_item<S: Simd, E: Element, C: Element>(
         match item.split {
             Some(split) => {
                 let partial = &merge.partials[(split.first_partial + segment) as usize];
-                let mut partial = partial.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                let mut partial = partial
+                    .lock()
+                    .unwrap_or_else(std::sync::PoisonError::into_inner);
                 partial[..part.len()].copy_from_slice(part);
             }
             None if segment == 0 => totals.copy_from_slice(part),
@@ -175,7 +177,9 @@ pub(crate) fn run_item<S: Simd, E: Element, C: Element>(
         }
         for segment in 0..split.num_segments {
             let partial = &merge.partials[(split.first_partial + segment) as usize];
-            let part = partial.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let part = partial
+                .lock()
+                .unwrap_or_else(std::sync::PoisonError::into_inner);
             let part = &part[..totals.len()];
             if segment == 0 {
                 totals.copy_from_slice(part);
@@ -206,8 +210,13 @@ fn load_queries<S: Simd, E: Element, C: Element>(
         }
         let token = first_token + item.query_begin as usize + query;
         let transform = HeadTransform {
-            norm: call.q_norm.as_deref().map(|weight| (weight, layer.norm_eps)),
-            rope: layer.rope.map(|tables| (tables, call.batch.position(token))),
+            norm: call
+                .q_norm
+                .as_deref()
+                .map(|weight| (weight, layer.norm_eps)),
+            rope: layer
+                .rope
+                .map(|tables| (tables, call.batch.position(token))),
         };
         let source = call.head(token, item.kv_head as usize * call.group + member);
         // SAFETY: a head has `head_dim` elements.
@@ -249,7 +258,12 @@ unsafe fn run_segment<S: Simd, E: Element, C: Element>(
                 continue;
             }
             let tokens = tokens.min(last_visible - tile_begin);
-            let step = Step { row, rows, tile_begin, tokens };
+            let step = Step {
+                row,
+                rows,
+                tile_begin,
+                tokens,
+            };
             // SAFETY: rows and tokens are within the frame's areas.
             unsafe {
                 score_rows(simd, frame, &step);
@@ -374,7 +388,12 @@ unsafe fn score_rows<S: Simd>(simd: S, frame: &Frame, step: &Step) {
             let queries = frame.queries.add(step.row * frame.dim);
             let keys = frame.keys.add(done * S::F32_LANES);
             let scores = frame.weights.add(done * S::F32_LANES);
-            with_sizes!(scores_kernel, step.rows, count, (simd, queries, frame.dim, keys, scores));
+            with_sizes!(
+                scores_kernel,
+                step.rows,
+                count,
+                (simd, queries, frame.dim, keys, scores)
+            );
         }
         done += count;
     }
@@ -423,7 +442,10 @@ unsafe fn weigh_rows<S: Simd>(simd: S, frame: &Frame, step: &Step) {
     let vectors = step.tokens.div_ceil(lanes);
     for r in 0..step.rows {
         let row = step.row + r;
-        let visible = frame.visible(row).saturating_sub(step.tile_begin).min(step.tokens);
+        let visible = frame
+            .visible(row)
+            .saturating_sub(step.tile_begin)
+            .min(step.tokens);
         // SAFETY: the caller's promise.
         unsafe {
             let scores = frame.weights.add(r * TILE);
@@ -499,7 +521,9 @@ unsafe fn sum_rows<S: Simd>(simd: S, frame: &Frame, step: &Step) {
         let count = (vectors - done).min(per_pass);
         // SAFETY: the caller's promise; `done + count` vectors are within a row.
         unsafe {
-            let sums = frame.states.add(step.row * frame.stride + done * S::F32_LANES);
+            let sums = frame
+                .states
+                .add(step.row * frame.stride + done * S::F32_LANES);
             let values = frame.values.add(done * S::F32_LANES);
             with_sizes!(
                 sums_kernel,
@@ -555,7 +579,10 @@ unsafe fn sums_kernel<S: Simd, const R: usize, const V: usize>(
 #[inline(always)]
 fn merge_states<S: Simd>(simd: S, totals: &mut [f32], part: &[f32], width: usize) {
     let stride = width + 2 * MAX_LANES;
-    for (total, part) in totals.chunks_exact_mut(stride).zip(part.chunks_exact(stride)) {
+    for (total, part) in totals
+        .chunks_exact_mut(stride)
+        .zip(part.chunks_exact(stride))
+    {
         let (before, theirs) = (total[width + MAX_LANES], part[width + MAX_LANES]);
         if theirs == f32::NEG_INFINITY && part[width] == 0.0 {
             continue; // the row sees nothing of this segment
@@ -594,10 +621,16 @@ fn write_output<S: Simd, E: Element, C: Element>(
             let target = call.out.add((token * layer.num_heads + head) * dim);
             for d in (0..whole).step_by(S::F32_LANES) {
                 let value = f32::load(simd, total.as_ptr().add(d));
-                E::store(simd, target.add(d), simd.mul_f32s(value, simd.splat_f32s(factor)));
+                E::store(
+                    simd,
+                    target.add(d),
+                    simd.mul_f32s(value, simd.splat_f32s(factor)),
+                );
             }
             for d in whole..dim {
-                target.add(d).write_unaligned(E::from_f32(total[d] * factor));
+                target
+                    .add(d)
+                    .write_unaligned(E::from_f32(total[d] * factor));
             }
         }
     }

@@ -43,7 +43,11 @@ pub unsafe fn pack_columns<S: Simd, C: Element>(
     for (t, &row) in rows.iter().enumerate() {
         for d in 0..dim {
             // SAFETY: the caller's promise.
-            unsafe { packed.add(d * TILE + t).write(row.add(d).read_unaligned().to_f32()) };
+            unsafe {
+                packed
+                    .add(d * TILE + t)
+                    .write(row.add(d).read_unaligned().to_f32())
+            };
         }
     }
 }
@@ -125,7 +129,10 @@ mod wide {
         unsafe {
             // Within 128-bit lanes: 4 x 4 transposes.
             for i in (0..16).step_by(4) {
-                let (a, b) = (_mm512_unpacklo_ps(m[i], m[i + 1]), _mm512_unpackhi_ps(m[i], m[i + 1]));
+                let (a, b) = (
+                    _mm512_unpacklo_ps(m[i], m[i + 1]),
+                    _mm512_unpackhi_ps(m[i], m[i + 1]),
+                );
                 let (c, d) = (
                     _mm512_unpacklo_ps(m[i + 2], m[i + 3]),
                     _mm512_unpackhi_ps(m[i + 2], m[i + 3]),
@@ -139,10 +146,14 @@ mod wide {
             for i in 0..4 {
                 let (a, b) = (m[i], m[i + 4]);
                 let (c, d) = (m[i + 8], m[i + 12]);
-                let (ab_even, ab_odd) =
-                    (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
-                let (cd_even, cd_odd) =
-                    (_mm512_shuffle_f32x4::<0x88>(c, d), _mm512_shuffle_f32x4::<0xdd>(c, d));
+                let (ab_even, ab_odd) = (
+                    _mm512_shuffle_f32x4::<0x88>(a, b),
+                    _mm512_shuffle_f32x4::<0xdd>(a, b),
+                );
+                let (cd_even, cd_odd) = (
+                    _mm512_shuffle_f32x4::<0x88>(c, d),
+                    _mm512_shuffle_f32x4::<0xdd>(c, d),
+                );
                 m[i] = _mm512_shuffle_f32x4::<0x88>(ab_even, cd_even);
                 m[i + 4] = _mm512_shuffle_f32x4::<0x88>(ab_odd, cd_odd);
                 m[i + 8] = _mm512_shuffle_f32x4::<0xdd>(ab_even, cd_even);
@@ -231,7 +242,10 @@ mod narrow {
         // SAFETY: the caller's promise.
         unsafe {
             for i in (0..8).step_by(4) {
-                let (a, b) = (_mm256_unpacklo_ps(m[i], m[i + 1]), _mm256_unpackhi_ps(m[i], m[i + 1]));
+                let (a, b) = (
+                    _mm256_unpacklo_ps(m[i], m[i + 1]),
+                    _mm256_unpackhi_ps(m[i], m[i + 1]),
+                );
                 let (c, d) = (
                     _mm256_unpacklo_ps(m[i + 2], m[i + 3]),
                     _mm256_unpackhi_ps(m[i + 2], m[i + 3]),

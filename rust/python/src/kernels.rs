@@ -46,7 +46,9 @@ impl AttentionBatch {
             block_table_offsets: &arrays.4,
             block_ids: &arrays.5,
         };
-        batch::AttentionBatch::new(arrays).map(Self).map_err(value_error)
+        batch::AttentionBatch::new(arrays)
+            .map(Self)
+            .map_err(value_error)
     }
 
     /// Number of query tokens in the step.
@@ -146,7 +148,13 @@ pub fn add_rms_norm(
     eps: f32,
     threads: usize,
 ) {
-    let task = NormTask { tensors, rows, width, eps, threads };
+    let task = NormTask {
+        tensors,
+        rows,
+        width,
+        eps,
+        threads,
+    };
     py.detach(|| match (is_bf16, weight_is_bf16) {
         (false, false) => task.run::<f32, f32>(),
         (false, true) => task.run::<f32, bf16>(),

@@ -1,6 +1,7 @@
 //! Python bindings of Chairlift: the private module `chairlift._core`.
 
 mod kernels;
+mod sampler;
 
 /// The extension module.
 #[pyo3::pymodule]
@@ -19,4 +20,6 @@ mod _core {
     use super::kernels::silu_and_mul;
     #[pymodule_export]
     use super::kernels::use_openmp;
+    #[pymodule_export]
+    use super::sampler::Sampler;
 }

@@ -81,7 +81,13 @@ pub fn cut(batch: &AttentionBatch, shape: ItemShape) -> Vec<Item> {
     // Parts should be small against a thread's share, or the last one makes the others wait.
     let share = shape.kv_heads * total_cost(batch, shape.group) / shape.threads.max(1);
     let largest = (share / 4).max(SEGMENT * shape.group);
-    let mut cutter = Cutter { shape, largest, items: Vec::new(), counters: 0, partials: 0 };
+    let mut cutter = Cutter {
+        shape,
+        largest,
+        items: Vec::new(),
+        counters: 0,
+        partials: 0,
+    };
     for i in 0..batch.num_sequences() {
         let (_, queries) = batch.queries(i);
         for query_begin in (0..queries).step_by(queries_per_item) {
@@ -108,8 +114,15 @@ pub fn cut(batch: &AttentionBatch, shape: ItemShape) -> Vec<Item> {
 /// Number of split row sets and of partial results that `items` refer to.
 pub fn split_sizes(items: &[Item]) -> (usize, usize) {
     let splits = items.iter().filter_map(|item| item.split);
-    let counters = splits.clone().map(|split| split.counter + 1).max().unwrap_or(0);
-    let partials = splits.map(|split| split.first_partial + split.num_segments).max().unwrap_or(0);
+    let counters = splits
+        .clone()
+        .map(|split| split.counter + 1)
+        .max()
+        .unwrap_or(0);
+    let partials = splits
+        .map(|split| split.first_partial + split.num_segments)
+        .max()
+        .unwrap_or(0);
     (counters as usize, partials as usize)
 }
 
@@ -131,12 +144,21 @@ impl Cutter {
             return;
         }
         let num_segments = item.segment_end;
-        let split = Split { counter: self.counters, first_partial: self.partials, num_segments };
+        let split = Split {
+            counter: self.counters,
+            first_partial: self.partials,
+            num_segments,
+        };
         self.counters += 1;
         self.partials += num_segments;
         for segment_begin in (0..num_segments).step_by(per_part) {
             let segment_end = (segment_begin + per_part as u32).min(num_segments);
-            self.items.push(Item { segment_begin, segment_end, split: Some(split), ..item });
+            self.items.push(Item {
+                segment_begin,
+                segment_end,
+                split: Some(split),
+                ..item
+            });
         }
     }
 }
@@ -178,7 +200,11 @@ mod tests {
             let batch = batch(&sequences);
             for threads in [1, 2, 64] {
                 for group in [1, 3, 8, 200] {
-                    let shape = ItemShape { kv_heads: 2, group, threads };
+                    let shape = ItemShape {
+                        kv_heads: 2,
+                        group,
+                        threads,
+                    };
                     let mut seen = std::collections::HashSet::new();
                     for item in cut(&batch, shape) {
                         for query in item.query_begin..item.query_end {
@@ -204,7 +230,14 @@ mod tests {
     #[test]
     fn a_lone_decode_is_split_among_threads() {
         let batch = batch(&[(1, 4096)]);
-        let items = cut(&batch, ItemShape { kv_heads: 1, group: 4, threads: 4 });
+        let items = cut(
+            &batch,
+            ItemShape {
+                kv_heads: 1,
+                group: 4,
+                threads: 4,
+            },
+        );
         assert!(items.len() >= 4, "{items:?}");
         assert_eq!(split_sizes(&items), (1, 16));
     }
