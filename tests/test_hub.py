@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import threading
 import time
 import zipfile
@@ -22,7 +21,7 @@ from chairlift.default_model import GGUF_NAME, cache_directory
 from chairlift.errors import DownloadError, ModelError, ModelFileError, ModelNotFoundError
 from chairlift.gguf_convert import convert_gguf
 from chairlift.hub import resolve_model
-from prompts import PROMPTS
+from prompts import LONG_PROMPTS, PROMPTS
 
 
 def test_directories_are_taken_as_they_are(tmp_path, monkeypatch):
@@ -79,9 +78,11 @@ TEXTS = (
     *PROMPTS,
     "x = 1234567;  y=0.5e-10\t# 12 %",
     "<|im_start|>system\nHi<|im_end|>\n<|endoftext|>x",
-    "naïve Ünïcödé ½ ² Ⅻ १२३ 한국어 ไทย\r\n\x00 \u200d👩‍👩‍👧",
+    "naïve Ünïcödé 한국어 ไทย\r\n\x00 \u200d👩‍👩‍👧",
     "    indented\n\n\n\ttabs  and   runs ",
 )
+SPLIT_DIGITS = ("a  12", " ½ ² Ⅻ १२३", LONG_PROMPTS[1])
+"""Where a digit that is not split off would be merged with what precedes it."""
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +94,7 @@ def original_tokenizer(model_directory, tmp_path_factory):
 
 def test_the_tokenizer_is_that_of_transformers(tokenizer, original_tokenizer):
     assert tokenizer.get_vocab_size() == original_tokenizer.get_vocab_size() == 49152
-    agreeing = [text for text in TEXTS if not re.search(r"\s\s\d", text)]
-    assert len(TEXTS) - len(agreeing) == 1  # the next test's
-    for text in agreeing:
+    for text in set(TEXTS) - set(SPLIT_DIGITS):
         ids = tokenizer.encode(text).ids
         assert ids == original_tokenizer.encode(text).ids, text
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
@@ -104,12 +103,13 @@ def test_the_tokenizer_is_that_of_transformers(tokenizer, original_tokenizer):
 def test_digits_are_split_off_first(tokenizer, original_tokenizer):
     """transformers leaves this step of the kind ``smollm`` out of a GGUF; with it, both agree."""
     assert tokenizer.encode("a  12").tokens == ["a", "ĠĠ", "1", "2"]
-    assert original_tokenizer.encode("a  12").tokens == ["a", "Ġ", "Ġ", "1", "2"]
+    for text in SPLIT_DIGITS:
+        assert tokenizer.encode(text).ids != original_tokenizer.encode(text).ids
     completed = Tokenizer.from_str(original_tokenizer.to_str())
     completed.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), completed.pre_tokenizer]
     )
-    for text in ("a  12", *TEXTS):
+    for text in (*SPLIT_DIGITS, *TEXTS):
         assert tokenizer.encode(text).ids == completed.encode(text).ids, text
 
 

@@ -7,7 +7,6 @@ import json
 import logging
 from copy import deepcopy
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -153,13 +152,14 @@ def test_a_step_that_samples_nothing(executor, prompt_ids):
 def test_a_failed_sample_fails_its_own_sequence(model_directory, prompt_ids, monkeypatch):
     executor = load(model_directory, num_kv_blocks=8)
     sequences = place([ids[:7] for ids in prompt_ids[:3]], max_tokens=1, block_size=BLOCK)
-    real = executor._sampler.sample
+    forward = executor._model.forward
 
-    def fail_second(logits, rows, outputs):
-        tokens, statuses, logprobs = real(logits, rows, outputs)
-        return tokens, np.where(rows == 1, 7, statuses).astype(np.uint8), logprobs
+    def spoil_second(*arguments):
+        logits = forward(*arguments)
+        logits[1] = torch.nan
+        return logits
 
-    monkeypatch.setattr(executor._sampler, "sample", fail_second)
+    monkeypatch.setattr(executor._model, "forward", spoil_second)
     executor.launch(make_plan(sequences, block_size=BLOCK))
     assert executor.collect().statuses.tolist() == [STATUS_OK, STATUS_FAILED, STATUS_OK]
 

@@ -2,9 +2,9 @@
 
 The same 20 requests, greedy and with seeded sampling, in fp32: alone, all at once, staggered, with
 small and large prefill chunks, with the prefix cache on (cold and warm) and off, and with a pool so
-small that sequences are preempted. One rounding is allowed for: where a request's two best (perturbed)
-scores are within 1e-3, the sum of a matrix product in another order may swap them; at most one request
-a configuration may part there, and it is printed.
+small that sequences are preempted. One rounding is allowed for: where a request's two best
+(perturbed) scores are within 1e-3, the sums of a matrix product in another order may swap them. At
+most one request a configuration may part there, and it is printed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def requests() -> list[tuple[str, SamplingParams]]:
 
 
 def run(llm: LLM, of: list[tuple[str, SamplingParams]]) -> list[list[int]]:
-    results = llm.generate([prompt for prompt, _ in of], [params for _, params in of], use_tqdm=False)
+    results = llm.generate(
+        [prompt for prompt, _ in of], [params for _, params in of], use_tqdm=False
+    )
     for result in results:
         assert result.error is None
         assert result.outputs[0].finish_reason == "length"

@@ -1,9 +1,9 @@
 """The executor protocol: how the scheduler asks for one iteration to be run.
 
-The scheduler (Rust) writes a :class:`StepPlan`; an executor runs the forward pass and the sampling and
-answers with a :class:`StepResult`. The protocol is two calls, ``launch`` and ``collect``, so that a
-device can have a step in flight while the host goes on; :class:`BlockingExecutor` makes both from one
-``execute``.
+The scheduler (Rust) writes a :class:`StepPlan`; an executor runs the forward pass and the sampling
+and answers with a :class:`StepResult`. The protocol is two calls, ``launch`` and ``collect``, so that
+a device can have a step in flight while the host goes on; :class:`BlockingExecutor` makes both from
+one ``execute``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ STATUS_FAILED = 1
 class RowResets:
     """Rows that a new (or resumed) sequence takes over in this step; apply before anything else.
 
-    ``R`` rows. Ragged data is given as ``[begin, end)`` ranges into flat arrays, so that the children
-    of one request share their prompt's range.
+    ``R`` rows. Ragged data is given as ``[begin, end)`` ranges into flat arrays, so that the
+    children of one request share their prompt's range.
     """
 
     rows: Int32Array
@@ -58,8 +58,8 @@ class RowResets:
 class StepPlan:
     """One iteration, decided: flat arrays, decodes first, then prefill chunks.
 
-    ``N`` scheduled sequences, ``T`` tokens, ``S`` samples, ``C`` block copies. The arrays are views of
-    memory that the scheduler owns: valid from ``launch`` until ``collect`` returns, read-only.
+    ``N`` scheduled sequences, ``T`` tokens, ``S`` samples, ``C`` block copies. The arrays are views
+    of memory that the scheduler owns: valid from ``launch`` until ``collect`` returns, read-only.
     """
 
     step: int
@@ -87,7 +87,7 @@ class StepPlan:
     block_ids: Int32Array
     """[B] the block tables, complete, one after the other."""
     logits_indices: Int32Array
-    """[S] index into the tokens whose hidden state is scored; children of one request may repeat it."""
+    """[S] token whose hidden state is scored; children of one request may repeat it."""
     sample_rows: Int32Array
     """[S] the row that each sample belongs to."""
     sample_output_indices: Int32Array

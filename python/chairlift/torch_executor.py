@@ -22,7 +22,7 @@ from chairlift.kv_cache import KvCache, kv_bytes_per_block, size_kv_pool
 from chairlift.models.config import ModelConfig
 from chairlift.models.llama import LlamaModel
 from chairlift.models.weights import Checkpoint
-from chairlift.sampler import Sampler
+from chairlift.sampler import Sampler, SamplerOutput
 
 if TYPE_CHECKING:
     from chairlift.executor import Int32Array, StepPlan, UInt8Array
@@ -123,12 +123,14 @@ class TorchExecutor(BlockingExecutor):
             statuses = np.full(len(plan.rows), STATUS_OK, dtype=np.uint8)
             if not len(plan.sample_rows):
                 return StepResult(np.empty(0, dtype=np.int32), statuses)
-            tokens, sample_statuses, logprobs = self._sampler.sample(
-                logits, plan.sample_rows, plan.sample_output_indices
-            )
-        self._last_tokens[plan.sample_rows] = tokens
-        _mark_failed(statuses, plan, sample_statuses)
-        return StepResult(tokens, statuses, logprobs)
+            sampled = self._sample(logits, plan)
+        self._last_tokens[plan.sample_rows] = sampled.token_ids
+        _mark_failed(statuses, plan, sampled.statuses)
+        return StepResult(sampled.token_ids, statuses, sampled.logprobs)
+
+    def _sample(self, logits: torch.Tensor, plan: StepPlan) -> SamplerOutput:
+        """Sample from ``logits [S, vocab]``; on its own so that tests can look at the margins."""
+        return self._sampler.sample(logits, plan.sample_rows, plan.sample_output_indices)
 
     def _input_ids(self, plan: StepPlan) -> Int32Array:
         """Return a copy of the token ids, with those that only this side knows filled in."""

@@ -21,9 +21,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     flag("--dtype", choices=["auto", "float32", "bfloat16"], help="precision of the model")
     flag("--max-model-len", type=int, metavar="N", help="longest prompt and output together")
     flag("--max-num-seqs", type=int, metavar="N", help="most sequences that run at once")
-    flag(
-        "--max-num-batched-tokens", type=int, metavar="N", help="token budget of one iteration"
-    )
+    flag("--max-num-batched-tokens", type=int, metavar="N", help="token budget of one iteration")
     flag(
         "--long-prefill-token-threshold",
         type=int,

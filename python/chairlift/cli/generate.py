@@ -70,9 +70,7 @@ def run(args: argparse.Namespace) -> int:
         return runner.run(_serve(args, prompts, params))
 
 
-async def _serve(
-    args: argparse.Namespace, prompts: Sequence[str], params: SamplingParams
-) -> int:
+async def _serve(args: argparse.Namespace, prompts: Sequence[str], params: SamplingParams) -> int:
     async with AsyncExitStack() as stack:
         # The event loop has nothing to do while the model loads.
         engine = AsyncEngine(args.model, **engine_options(args))

@@ -132,9 +132,7 @@ def _milliseconds(
 
 def _flat(text: str) -> str:
     """One line, without anything that moves the cursor."""
-    return "".join(
-        character if character.isprintable() else " " for character in text
-    )
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def _clip(text: str, columns: int) -> str:

@@ -1,0 +1,37 @@
+"""The CUDA sources travel inside the package and compile, without a GPU and without nvcc."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import pytest
+from cuda.bindings import nvrtc
+
+SOURCES = sorted(
+    entry.name for entry in (files("chairlift") / "cuda").iterdir() if entry.name.endswith(".cu")
+)
+
+
+def test_there_are_sources():
+    assert "block_copy.cu" in SOURCES
+
+
+def compile_source(text: str, architecture: str) -> tuple[bool, str]:
+    _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, [], [])
+    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    _, size = nvrtc.nvrtcGetProgramLogSize(program)
+    log = b" " * size
+    nvrtc.nvrtcGetProgramLog(program, log)
+    return status == nvrtc.nvrtcResult.NVRTC_SUCCESS, log.decode()
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_source_compiles(name, architecture):
+    text = (files("chairlift") / "cuda" / name).read_text(encoding="utf-8")
+    compiled, log = compile_source(text, architecture)
+    assert compiled, log
+    compiled, log = compile_source(text + "\nthis is not CUDA", architecture)
+    assert not compiled
+    assert "kernel.cu" in log
