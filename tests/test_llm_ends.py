@@ -1,4 +1,4 @@
-"""How calls of ``LLM`` end when they do not simply finish: failures, shutdown, interruption, exit."""
+"""How calls of ``LLM`` end when they do not just finish: failures, shutdown, interruption, exit."""
 
 from __future__ import annotations
 
