@@ -29,9 +29,10 @@ def test_generate_answers_every_prompt_and_ends_with_the_table(capsys):
     table = dict(re.findall(r"^(\w[\w ,/]*?) {2,}(\S.*)$", out, re.MULTILINE))
     assert table["requests"] == "2 of 2"
     assert table["output tokens"] == "10"
-    # The second prompt may arrive while the first one's step runs.
-    assert table["iterations"] in {"5", "6"}
-    assert table["mean batch size"] == f"{10 / int(table['iterations']):.2f}"
+    # The second prompt may arrive while the first one is running, at the latest after it.
+    iterations = int(table["iterations"])
+    assert 5 <= iterations <= 10
+    assert table["mean batch size"] == f"{10 / iterations:.2f}"
     assert {"TTFT, median / worst", "TPOT, median / worst"} <= table.keys()
 
 
