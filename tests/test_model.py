@@ -151,7 +151,10 @@ def test_a_step_that_samples_nothing(executor, prompt_ids):
 
 def test_a_failed_sample_fails_its_own_sequence(model_directory, prompt_ids, monkeypatch):
     executor = load(model_directory, num_kv_blocks=8)
-    sequences = place([ids[:7] for ids in prompt_ids[:3]], max_tokens=1, block_size=BLOCK)
+    sequences = place([ids[:7] for ids in prompt_ids[:3]], max_tokens=2, block_size=BLOCK)
+    prefill = make_plan(sequences, block_size=BLOCK)
+    run_step(executor, sequences, prefill)
+    decode = make_plan(sequences, block_size=BLOCK)
     forward = executor._model.forward
 
     def spoil_second(*arguments):
@@ -160,8 +163,9 @@ def test_a_failed_sample_fails_its_own_sequence(model_directory, prompt_ids, mon
         return logits
 
     monkeypatch.setattr(executor._model, "forward", spoil_second)
-    executor.launch(make_plan(sequences, block_size=BLOCK))
-    assert executor.collect().statuses.tolist() == [STATUS_OK, STATUS_FAILED, STATUS_OK]
+    for plan in (prefill, decode):
+        executor.launch(plan)
+        assert executor.collect().statuses.tolist() == [STATUS_OK, STATUS_FAILED, STATUS_OK]
 
 
 def test_bfloat16_follows_float32(model_directory, executor, original_model, prompt_ids, tokenizer):
