@@ -16,8 +16,9 @@ use crate::batch::{AttentionBatch, AttentionError};
 use crate::element::{Dtype, Element};
 use crate::parallel;
 use crate::prologue::write_token;
+use crate::scratch::Scratch;
 use crate::simd::dispatch;
-use crate::tile::{self, Scratch};
+use crate::tile;
 
 use items::{Item, ItemShape, split_sizes, total_cost};
 

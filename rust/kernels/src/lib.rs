@@ -1,4 +1,4 @@
-//! CPU kernels of Chairlift: what eager PyTorch does badly between two matrix products.
+//! CPU kernels of Chairlift: what eager `PyTorch` does badly between two matrix products.
 //!
 //! The way of one layer's attention call:
 //!
@@ -6,7 +6,7 @@
 //! 2. [`attention`] checks the call against it and cuts the work into items of similar cost.
 //! 3. [`prologue`] normalises, rotates and writes the new keys and values into the paged cache.
 //! 4. [`tile`] runs the items: a tile of keys against rows of queries, with an online softmax.
-//! 5. [`parallel`] spreads items over PyTorch's own thread pool, or over ours.
+//! 5. [`parallel`] spreads items over `PyTorch`'s own thread pool, or over ours.
 //!
 //! [`ops`] holds the small fused operations, [`sampling`] everything after the logits. [`simd`],
 //! [`transpose`] and [`element`] are the ground they stand on: vectors of any width, chosen at run
@@ -16,6 +16,11 @@
 //! and the boundaries of prefill chunks choose when a row is computed, never in which order its sums
 //! are taken.
 
+#![allow(
+    clippy::inline_always,
+    reason = "vector code must be compiled inside the function that enables the instruction set"
+)]
+
 pub mod attention;
 pub mod batch;
 pub mod element;
@@ -23,6 +28,7 @@ pub mod ops;
 pub mod parallel;
 pub mod prologue;
 pub mod sampling;
+mod scratch;
 pub mod simd;
 pub mod tile;
 pub mod transpose;

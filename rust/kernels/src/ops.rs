@@ -7,8 +7,8 @@ use pulp::{Simd, WithSimd};
 use crate::element::Element;
 use crate::parallel;
 use crate::prologue::inverse_rms;
+use crate::scratch::Scratch;
 use crate::simd::{MAX_LANES, dispatch, exp2};
-use crate::tile::Scratch;
 
 /// Elements below which an operation stays on one thread.
 const PARALLEL_MIN_ELEMENTS: usize = 32_768;

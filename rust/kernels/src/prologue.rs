@@ -7,8 +7,8 @@ use pulp::Simd;
 
 use crate::attention::{Call, RopeTables};
 use crate::element::Element;
+use crate::scratch::Scratch;
 use crate::simd::fma;
-use crate::tile::Scratch;
 
 /// What happens to a head between the projection and the scores.
 pub(crate) struct HeadTransform<'a> {

@@ -158,14 +158,14 @@ pub unsafe fn same_type<A: Copy, B: Copy>(a: A) -> B {
     unsafe { std::mem::transmute_copy(&a) }
 }
 
-/// Asks the cache for the line at `ptr`; a hint that never faults.
+/// Asks the second-level cache for the line at `ptr`; a hint that never faults.
 #[inline(always)]
 pub fn prefetch<T>(ptr: *const T) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a prefetch has no effect on memory and does not fault.
     unsafe {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        _mm_prefetch::<_MM_HINT_T0>(ptr.cast());
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T1>(ptr.cast());
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = ptr;

@@ -85,23 +85,36 @@ mod wide {
                     *vector = _mm512_castsi512_ps(_mm512_maskz_loadu_epi32(mask, source));
                 }
                 transpose(&mut block);
+                // With the usual count known, the block never leaves the registers.
                 let target = packed.add(word * per_word * TILE);
-                match C::DTYPE {
-                    Dtype::F32 => {
-                        for (d, &vector) in block.iter().enumerate().take(count) {
-                            _mm512_storeu_ps(target.add(d * TILE), vector);
-                        }
-                    }
-                    Dtype::Bf16 => {
-                        for (d, &pair) in block.iter().enumerate().take(count) {
-                            let (low, high) = widen_pair(_mm512_castps_si512(pair));
-                            _mm512_storeu_ps(target.add(2 * d * TILE), low);
-                            _mm512_storeu_ps(target.add((2 * d + 1) * TILE), high);
-                        }
-                    }
+                if count == 16 {
+                    store_columns::<C>(&block, target);
+                } else {
+                    store_columns::<C>(&block[..count], target);
                 }
             }
             word += 16;
+        }
+    }
+
+    /// Stores each word of the columns as one or two dimensions.
+    ///
+    /// # Safety
+    /// The machine has AVX-512F; `target` has room for the columns' dimensions, [`TILE`] values each.
+    #[inline(always)]
+    unsafe fn store_columns<C: Element>(columns: &[__m512], target: *mut f32) {
+        for (d, &column) in columns.iter().enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe {
+                match C::DTYPE {
+                    Dtype::F32 => _mm512_storeu_ps(target.add(d * TILE), column),
+                    Dtype::Bf16 => {
+                        let (low, high) = widen_pair(_mm512_castps_si512(column));
+                        _mm512_storeu_ps(target.add(2 * d * TILE), low);
+                        _mm512_storeu_ps(target.add((2 * d + 1) * TILE), high);
+                    }
+                }
+            }
         }
     }
 
@@ -199,23 +212,36 @@ mod narrow {
                     };
                 }
                 transpose(&mut block);
+                // With the usual count known, the block never leaves the registers.
                 let target = packed.add(word * per_word * TILE);
-                match C::DTYPE {
-                    Dtype::F32 => {
-                        for (d, &vector) in block.iter().enumerate().take(count) {
-                            _mm256_storeu_ps(target.add(d * TILE), vector);
-                        }
-                    }
-                    Dtype::Bf16 => {
-                        for (d, &pair) in block.iter().enumerate().take(count) {
-                            let (low, high) = widen_pair(_mm256_castps_si256(pair));
-                            _mm256_storeu_ps(target.add(2 * d * TILE), low);
-                            _mm256_storeu_ps(target.add((2 * d + 1) * TILE), high);
-                        }
-                    }
+                if count == 8 {
+                    store_columns::<C>(&block, target);
+                } else {
+                    store_columns::<C>(&block[..count], target);
                 }
             }
             word += 8;
+        }
+    }
+
+    /// Stores each word of the columns as one or two dimensions.
+    ///
+    /// # Safety
+    /// The machine has AVX2; `target` has room for the columns' dimensions, [`TILE`] values each.
+    #[inline(always)]
+    unsafe fn store_columns<C: Element>(columns: &[__m256], target: *mut f32) {
+        for (d, &column) in columns.iter().enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe {
+                match C::DTYPE {
+                    Dtype::F32 => _mm256_storeu_ps(target.add(d * TILE), column),
+                    Dtype::Bf16 => {
+                        let (low, high) = widen_pair(_mm256_castps_si256(column));
+                        _mm256_storeu_ps(target.add(2 * d * TILE), low);
+                        _mm256_storeu_ps(target.add((2 * d + 1) * TILE), high);
+                    }
+                }
+            }
         }
     }
 
