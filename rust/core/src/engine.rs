@@ -145,11 +145,19 @@ impl Engine {
     /// The executor is gone: every request ends.
     pub fn fail_all(&mut self, now: Time) {
         self.ledger.reserved.clear();
-        while let Some((_, &key)) = self.ledger.live.first_key_value() {
-            self.ledger
-                .end_request(&mut self.lane, key, Finish::EngineDead, now);
-        }
+        self.end_all(now, Finish::EngineDead);
         self.land();
+    }
+
+    /// Ends every request that was submitted, as [`Self::abort`] does, the oldest id first.
+    pub fn abort_all(&mut self, now: Time) {
+        self.end_all(now, Finish::Abort);
+    }
+
+    fn end_all(&mut self, now: Time, finish: Finish) {
+        while let Some((_, &key)) = self.ledger.live.first_key_value() {
+            self.ledger.end_request(&mut self.lane, key, finish, now);
+        }
     }
 
     fn is_in_flight(&self, step: u64) -> bool {

@@ -9,13 +9,12 @@
 //! later command gets the reason: a shutdown (requests end as aborted), the executor thread's end, or
 //! a panic here (the outbox is told by [`Obituary`]; clients end their own requests).
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use chairlift_core::Engine;
-use chairlift_core::output::Event;
 use chairlift_core::request::{NewRequest, RequestId, Time};
 
 use crate::command::{Command, Step};
@@ -74,8 +73,6 @@ struct Scheduler {
     engine: Engine,
     end: SchedulerEnd,
     in_flight: Option<InFlight>,
-    /// Requests that have not ended, to abort all of them in a fixed order.
-    live: BTreeSet<RequestId>,
     /// Why no step can be run any more.
     dead: Option<Arc<str>>,
     is_open: bool,
@@ -89,7 +86,6 @@ impl Scheduler {
             engine,
             end,
             in_flight: None,
-            live: BTreeSet::new(),
             dead: None,
             is_open: true,
             delivery: Delivery::default(),
@@ -158,7 +154,7 @@ impl Scheduler {
             Command::Abort(id) => {
                 self.engine.abort(now, id);
             }
-            Command::AbortAll => self.abort_all(now),
+            Command::AbortAll => self.engine.abort_all(now),
             Command::Metrics(reply) => {
                 let _ = reply.send(self.metrics());
             }
@@ -192,7 +188,6 @@ impl Scheduler {
             return Err(Refusal::Dead(Arc::clone(reason)));
         }
         self.engine.submit(now, request)?;
-        self.live.insert(id);
         Ok(())
     }
 
@@ -288,14 +283,8 @@ impl Scheduler {
         self.dead = Some(reason);
     }
 
-    fn abort_all(&mut self, now: Time) {
-        for &id in &self.live {
-            self.engine.abort(now, id);
-        }
-    }
-
     fn shut_down(&mut self, now: Time) {
-        self.abort_all(now);
+        self.engine.abort_all(now);
         self.dead.get_or_insert_with(|| SHUT_DOWN.into());
         self.is_open = false;
     }
@@ -308,11 +297,6 @@ impl Scheduler {
             return;
         }
         std::mem::swap(outputs, &mut self.delivery.batch);
-        for event in &self.delivery.batch.events {
-            if let Event::Ended { request, .. } = event {
-                self.live.remove(request);
-            }
-        }
         self.delivery.iterations = 1;
         if let Some(message) = failure {
             let all = 0..self.delivery.batch.events.len();

@@ -460,6 +460,30 @@ fn a_dead_engine_ends_everything() {
 }
 
 #[test]
+fn everything_can_be_aborted_at_once() {
+    let mut harness = Harness::new(settings());
+    for id in 1..=6 {
+        harness.submit(plain(id, 6, 20));
+    }
+    assert!(harness.schedule());
+    harness.engine.abort_all(harness.now);
+    harness.receive();
+    for client in harness.clients.values() {
+        assert_eq!(client.answers[0].finish, Some(Finish::Abort));
+    }
+    assert!(
+        harness.engine.metrics().used_blocks > 0,
+        "the step in flight still writes there"
+    );
+    harness.commit();
+    let metrics = harness.engine.metrics();
+    assert_eq!(
+        (metrics.aborted, metrics.used_blocks, metrics.queued),
+        (6, 0, 0)
+    );
+}
+
+#[test]
 fn siblings_share_the_prompt_and_part_on_write() {
     let mut harness = Harness::new(Settings {
         enable_prefix_caching: false,
