@@ -1,4 +1,4 @@
-"""The Rust kernel as an attention backend: every argument is checked here, then addresses go down."""
+"""The Rust kernel as an attention backend: arguments are checked here, then addresses go down."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Sharing PyTorch's thread pool with the Rust kernels.
 
-On Linux PyTorch's operators run on OpenMP's pool, whose idle workers spin for a while; a second pool
-would fight them for the cores. The OpenMP library that PyTorch has loaded is found among the
+On Linux PyTorch's operators run on OpenMP's pool, whose idle workers spin for a while; a second
+pool would fight them for the cores. The OpenMP library that PyTorch has loaded is found among the
 process's mappings and its ``GOMP_parallel`` handed to the kernels. Elsewhere, or with
 ``CHAIRLIFT_KERNEL_POOL=threads``, they use a small pool of their own.
 """

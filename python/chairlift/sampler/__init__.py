@@ -82,9 +82,9 @@ class Sampler:
     ) -> SamplerOutput:
         """Sample one token per row of ``logits`` and add it to its row's history.
 
-        ``logits`` is ``[S, vocab_size]``, contiguous, float32 or bfloat16, on the CPU, and is left as
-        it is; ``sample_rows`` and ``sample_output_indices`` are the plan's. ``margins`` ``[S]``, if
-        given, is filled with the best less the second-best score (tempered and perturbed unless
+        ``logits`` is ``[S, vocab_size]``, contiguous, float32 or bfloat16, on the CPU, and is left
+        as it is; ``sample_rows`` and ``sample_output_indices`` are the plan's. ``margins`` ``[S]``,
+        if given, is filled with the best less the second-best score (tempered and perturbed unless
         greedy). Raises :class:`SamplerError` when an argument does not fit.
         """
         count = len(sample_rows)

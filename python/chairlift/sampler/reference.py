@@ -1,4 +1,4 @@
-"""The sampler in plain NumPy, with sorting and double precision: the specification for the tests."""
+"""The sampler in plain NumPy, sorting and double precision: the specification of the tests."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ impl Job<'_> {
                     begin,
                     end,
                     scratch,
-                })
+                });
             });
         });
 
@@ -231,7 +231,7 @@ impl Job<'_> {
                         item,
                         merge,
                         scratch,
-                    })
+                    });
                 });
             });
         });

@@ -2,7 +2,7 @@
 //!
 //! All arithmetic is float32; an [`Element`] only says how vectors of it are loaded and stored.
 //! bfloat16 is the upper half of a float32, so widening is a shift and narrowing rounds to the nearest
-//! even, exactly as PyTorch does it.
+//! even, exactly as `PyTorch` does it.
 
 use half::bf16;
 use pulp::Simd;

@@ -20,6 +20,14 @@
     clippy::inline_always,
     reason = "vector code must be compiled inside the function that enables the instruction set"
 )]
+#![allow(
+    clippy::cast_ptr_alignment,
+    reason = "a tensor's address is passed as bytes beside its element type"
+)]
+#![allow(
+    clippy::float_cmp,
+    reason = "scores and parameters are compared exactly on purpose"
+)]
 
 pub mod attention;
 pub mod batch;

@@ -56,7 +56,7 @@ pub unsafe fn add_rms_norm<E: Element, W: Element>(
                 begin,
                 end,
                 scratch,
-            })
+            });
         });
     });
 }
@@ -113,14 +113,14 @@ unsafe fn norm_row<S: Simd, E: Element, W: Element>(
             }
             f32::store(simd, sum.as_mut_ptr().add(i), value);
         }
-        for i in whole..width {
+        for (i, sum) in sum.iter_mut().enumerate().skip(whole) {
             let mut value = x.add(i).read().to_f32();
             if add {
                 let rounded = E::from_f32(value + residual.add(i).read().to_f32());
                 residual.add(i).write(rounded);
                 value = rounded.to_f32();
             }
-            sum[i] = value;
+            *sum = value;
         }
         let factor = inverse_rms(simd, sum, eps);
         for i in (0..whole).step_by(lanes) {
@@ -129,9 +129,9 @@ unsafe fn norm_row<S: Simd, E: Element, W: Element>(
             let weight = W::load(simd, tensors.weight.add(i));
             E::store(simd, out.add(i), simd.mul_f32s(scaled, weight));
         }
-        for i in whole..width {
+        for (i, sum) in sum.iter().enumerate().skip(whole) {
             let weight = tensors.weight.add(i).read().to_f32();
-            out.add(i).write(E::from_f32(sum[i] * factor * weight));
+            out.add(i).write(E::from_f32(sum * factor * weight));
         }
     }
 }

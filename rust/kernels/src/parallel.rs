@@ -1,6 +1,6 @@
 //! Running one closure on several threads at once.
 //!
-//! PyTorch's operators run on OpenMP's thread pool, whose idle workers spin; a second pool would
+//! `PyTorch`'s operators run on OpenMP's thread pool, whose idle workers spin; a second pool would
 //! fight them for the cores. So parallel regions run on that very pool when Python has told us where
 //! its `GOMP_parallel` is ([`use_openmp`]), and otherwise on a small pool of parked threads. The
 //! closures take their work from an atomic counter, so any number of threads, also one, is right.
@@ -124,10 +124,7 @@ struct State {
 }
 
 #[derive(Clone, Copy)]
-struct Task(*const (dyn Fn() + Sync + 'static));
-
-// SAFETY: the closure behind the pointer is `Sync`, and `Pool::run` keeps it alive.
-unsafe impl Send for Task {}
+struct Task(&'static (dyn Fn() + Sync));
 
 impl Pool {
     fn global() -> &'static Self {
@@ -142,13 +139,10 @@ impl Pool {
 
     fn run(&'static self, threads: usize, body: &(dyn Fn() + Sync)) {
         let _turn = lock(&self.turn);
-        let pointer: *const (dyn Fn() + Sync + '_) = body;
-        // SAFETY: only the lifetime changes; this function returns when no worker can hold the pointer
+        // SAFETY: only the lifetime changes; this function returns when no worker can hold the closure
         // any more (`task` taken back, `inside` zero).
         let task = Task(unsafe {
-            std::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync + 'static)>(
-                pointer,
-            )
+            std::mem::transmute::<&(dyn Fn() + Sync), &'static (dyn Fn() + Sync)>(body)
         });
         {
             let mut state = lock(&self.state);
@@ -183,8 +177,7 @@ impl Pool {
                     state.open_places -= 1;
                     state.inside += 1;
                     drop(state);
-                    // SAFETY: `run` waits for `inside` to become zero before the closure dies.
-                    unsafe { (*task.0)() };
+                    (task.0)();
                     state = lock(&self.state);
                     state.inside -= 1;
                     if state.inside == 0 {
@@ -195,7 +188,7 @@ impl Pool {
                     state = self
                         .wake
                         .wait(state)
-                        .unwrap_or_else(PoisonError::into_inner)
+                        .unwrap_or_else(PoisonError::into_inner);
                 }
             }
         }

@@ -106,7 +106,7 @@ pub unsafe fn widen_bf16<S: Simd>(simd: S, ptr: *const u16) -> S::f32s {
         unsafe {
             lanes
                 .add(lane)
-                .write(u32::from(ptr.add(lane).read_unaligned()) << 16)
+                .write(u32::from(ptr.add(lane).read_unaligned()) << 16);
         };
     }
     wide

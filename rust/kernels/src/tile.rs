@@ -298,10 +298,8 @@ fn write_output<S: Simd, E: Element, C: Element>(
                     simd.mul_f32s(value, simd.splat_f32s(factor)),
                 );
             }
-            for d in whole..dim {
-                target
-                    .add(d)
-                    .write_unaligned(E::from_f32(total[d] * factor));
+            for (d, sum) in total[..dim].iter().enumerate().skip(whole) {
+                target.add(d).write_unaligned(E::from_f32(sum * factor));
             }
         }
     }

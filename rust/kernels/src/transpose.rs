@@ -46,7 +46,7 @@ pub unsafe fn pack_columns<S: Simd, C: Element>(
             unsafe {
                 packed
                     .add(d * TILE + t)
-                    .write(row.add(d).read_unaligned().to_f32())
+                    .write(row.add(d).read_unaligned().to_f32());
             };
         }
     }
@@ -137,6 +137,7 @@ mod wide {
     /// # Safety
     /// The machine has AVX-512F.
     #[inline(always)]
+    #[allow(clippy::many_single_char_names)] // rows of a matrix that is being turned
     unsafe fn transpose(m: &mut [__m512; 16]) {
         // SAFETY: the caller's promise.
         unsafe {
@@ -157,8 +158,7 @@ mod wide {
             }
             // Among the lanes: 4 x 4 transposes of whole lanes.
             for i in 0..4 {
-                let (a, b) = (m[i], m[i + 4]);
-                let (c, d) = (m[i + 8], m[i + 12]);
+                let [a, b, c, d] = [m[i], m[i + 4], m[i + 8], m[i + 12]];
                 let (ab_even, ab_odd) = (
                     _mm512_shuffle_f32x4::<0x88>(a, b),
                     _mm512_shuffle_f32x4::<0xdd>(a, b),
@@ -264,6 +264,7 @@ mod narrow {
     /// # Safety
     /// The machine has AVX2.
     #[inline(always)]
+    #[allow(clippy::many_single_char_names)] // rows of a matrix that is being turned
     unsafe fn transpose(m: &mut [__m256; 8]) {
         // SAFETY: the caller's promise.
         unsafe {

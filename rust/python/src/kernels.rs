@@ -4,6 +4,11 @@
 //! shapes and contiguity. What the kernels can check themselves (indices against capacities) they do.
 //! Every call gives up the GIL while it computes.
 
+#![allow(
+    clippy::needless_pass_by_value,
+    reason = "PyO3 hands arguments over by value"
+)]
+
 use chairlift_kernels::attention::{self, Layer, RopeTables, Tensors, Vector};
 use chairlift_kernels::batch::{self, BatchArrays};
 use chairlift_kernels::element::Dtype;
@@ -64,7 +69,7 @@ pub struct AttentionLayer(Layer);
 
 #[pymethods]
 impl AttentionLayer {
-    /// `rope` is (cos, sin, max_position, rotary_dim / 2); a norm is (address, is bfloat16).
+    /// `rope` is (cos, sin, `max_position`, `rotary_dim` / 2); a norm is (address, is bfloat16).
     #[new]
     #[pyo3(signature = (num_heads, num_kv_heads, head_dim, scale, rope, q_norm, k_norm, norm_eps))]
     #[allow(clippy::too_many_arguments)] // one flat call from Python

@@ -2,6 +2,11 @@
 //!
 //! `chairlift.sampler` is the only caller; it checks the logits tensor and builds the result.
 
+#![allow(
+    clippy::needless_pass_by_value,
+    reason = "PyO3 hands arguments over by value"
+)]
+
 use std::sync::{Mutex, PoisonError};
 
 use chairlift_kernels::element::Dtype;

@@ -143,14 +143,14 @@ pub fn ln<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let m = simd.sub_f32s(simd.transmute_f32s_u32s(m), simd.splat_f32s(1.0));
     let mut poly = simd.splat_f32s(7.037_683_6e-2);
     for coefficient in [
-        -1.151_461_03e-1,
-        1.167_699_87e-1,
+        -1.151_461e-1,
+        1.167_699_9e-1,
         -1.242_014_1e-1,
-        1.424_932_28e-1,
-        -1.666_805_77e-1,
-        2.000_071_48e-1,
+        1.424_932_3e-1,
+        -1.666_805_7e-1,
+        2.000_071_4e-1,
         -2.499_999_4e-1,
-        3.333_333_1e-1,
+        3.333_333e-1,
     ] {
         poly = fma(simd, poly, m, simd.splat_f32s(coefficient));
     }
