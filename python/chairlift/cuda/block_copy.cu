@@ -1,0 +1,1 @@
+../../../cuda/block_copy.cu
