@@ -10,7 +10,9 @@ most one request a configuration may part there, and it is printed.
 from __future__ import annotations
 
 import asyncio
+from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from chairlift import LLM, AsyncEngine, SamplingParams
@@ -62,31 +64,32 @@ def alone() -> list[list[int]]:
 class _MarginExecutor(TorchExecutor):
     """Also keeps the distance between the two best scores of each sample."""
 
-    margins: list[float]
+    margins: ClassVar[list[float]] = []
 
-    def execute(self, plan):
-        sample = self._sampler.sample
-
-        def recording(*arrays):
-            result = sample(*arrays, margins=True)
-            type(self).margins += result.margins.tolist()
-            return result
-
-        self._sampler.sample = recording
-        try:
-            return super().execute(plan)
-        finally:
-            del self._sampler.sample
+    def _sample(self, logits, plan):
+        margins = np.empty(len(plan.sample_rows), np.float32)
+        output = self._sampler.sample(
+            logits, plan.sample_rows, plan.sample_output_indices, margins=margins
+        )
+        self.margins.extend(margins.tolist())
+        return output
 
 
-def margin_at(request: tuple[str, SamplingParams], position: int, monkeypatch) -> float:
-    """Return the distance of the two best scores of one output token, request alone."""
-    _MarginExecutor.margins = []
+def margins_of(request: tuple[str, SamplingParams], monkeypatch) -> list[float]:
+    """Return the distance of the two best scores at each output token, the request alone."""
+    _MarginExecutor.margins.clear()
     monkeypatch.setattr("chairlift.torch_executor.TorchExecutor", _MarginExecutor)
     with LLM(MODEL, **OPTIONS, enable_prefix_caching=False) as llm:
         run(llm, [request])
     monkeypatch.undo()
-    return _MarginExecutor.margins[position]
+    return list(_MarginExecutor.margins)
+
+
+def test_the_margins_are_those_of_every_sample(monkeypatch):
+    greedy, seeded = (margins_of(requests()[index], monkeypatch) for index in (0, 20))
+    assert len(greedy) == len(seeded) == OUTPUT_TOKENS
+    assert min(greedy + seeded) >= 0
+    assert max(greedy) > 1
 
 
 def assert_same(got: list[list[int]], alone: list[list[int]], monkeypatch) -> None:
@@ -94,7 +97,7 @@ def assert_same(got: list[list[int]], alone: list[list[int]], monkeypatch) -> No
     for index in parted:
         pairs = zip(got[index], alone[index], strict=True)
         position = next(at for at, (one, other) in enumerate(pairs) if one != other)
-        margin = margin_at(requests()[index], position, monkeypatch)
+        margin = margins_of(requests()[index], monkeypatch)[position]
         print(f"request {index} parts at output {position}; margin {margin:.2e}")
         assert margin <= MARGIN
     assert len(parted) <= 1
