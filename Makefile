@@ -33,7 +33,7 @@ check: $(STAMPS)/installed ## Formatters, clippy, ruff, mypy --strict, stubtest
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/stubtest chairlift._core --ignore-missing-stub
+	$(BIN)/stubtest --mypy-config-file pyproject.toml --ignore-missing-stub chairlift._core
 
 format: $(STAMPS)/installed ## Let the formatters have their way
 	cargo fmt --all
@@ -60,5 +60,5 @@ $(STAMPS)/venv:
 
 # Installs the dependencies (torch is large: the first time takes minutes) and the release build.
 $(STAMPS)/installed: $(STAMPS)/venv pyproject.toml $(RUST_SOURCES)
-	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --extras test,dev
+	$(if $(wildcard $@),PIP_QUIET=1) VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --extras test,dev
 	@touch $@

@@ -416,9 +416,9 @@ fn results_that_do_not_fit_change_nothing() {
     assert!(harness.schedule());
     let good = harness.execute();
     let broken: [fn(&mut StepResults); 6] = [
-        |results| drop(results.statuses.pop()),
-        |results| drop(results.token_offsets.pop()),
-        |results| drop(results.token_ids.pop()),
+        |results| results.statuses.truncate(1),
+        |results| results.token_offsets.truncate(2),
+        |results| results.token_ids.truncate(1),
         |results| results.token_offsets[1] = 0,
         |results| results.token_ids[0] = 1_000,
         |results| results.logprob_offsets = vec![0, 1, 2],
