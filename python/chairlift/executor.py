@@ -1,9 +1,9 @@
 """The executor protocol: how the scheduler asks for one iteration to be run.
 
 The scheduler (Rust) writes a :class:`StepPlan`; an executor runs the forward pass and the sampling
-and answers with a :class:`StepResult`. The protocol is two calls, ``launch`` and ``collect``, so that
-a device can have a step in flight while the host goes on; :class:`BlockingExecutor` makes both from
-one ``execute``.
+and answers with a :class:`StepResult`. The protocol is two calls, ``launch`` and ``collect``, so
+that a device can have a step in flight while the host goes on; :class:`BlockingExecutor` makes both
+from one ``execute``.
 """
 
 from __future__ import annotations
