@@ -21,6 +21,8 @@ pub(crate) struct Lane {
 pub(crate) struct Step {
     /// Its number, from 1.
     pub(crate) number: u64,
+    /// Samples that its plan asks for.
+    pub(crate) num_samples: usize,
     /// One query token each: decodes, and prefill chunks of one token.
     pub(crate) decodes: Vec<SequenceKey>,
     /// Prefill chunks of more than one token.
@@ -39,6 +41,7 @@ impl Lane {
             running: Vec::with_capacity(seqs),
             step: Step {
                 number: 0,
+                num_samples: 0,
                 decodes: Vec::with_capacity(seqs),
                 chunks: Vec::with_capacity(seqs),
                 copies: Vec::with_capacity(seqs),

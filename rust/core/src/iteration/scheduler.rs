@@ -45,9 +45,10 @@ impl Scheduler<'_> {
         if num_sequences == 0 {
             return false;
         }
-        self.lane.step.number = number;
-        self.lane.in_flight = true;
         self.write_plan();
+        self.lane.step.number = number;
+        self.lane.step.num_samples = self.plan.num_samples();
+        self.lane.in_flight = true;
         self.ledger.counters.iterations += 1;
         self.ledger.counters.scheduled_tokens += self.plan.num_tokens() as u64;
         self.ledger.counters.scheduled_sequences += num_sequences as u64;
@@ -84,6 +85,9 @@ impl Scheduler<'_> {
     }
 
     fn schedule_chunks(&mut self) {
+        if self.lane.step.decodes.len() == self.lane.running.len() {
+            return;
+        }
         for &key in &self.lane.running {
             if self.budget == 0 {
                 return;
@@ -160,6 +164,7 @@ impl Scheduler<'_> {
         write_resets(self.plan, &entry.request, sequence);
 
         sequence.num_computed_tokens = cached.num_blocks * block_size;
+        sequence.num_published_blocks = cached.num_blocks;
         let lost = sequence.num_lost_tokens;
         self.ledger.counters.recomputed_tokens +=
             u64::from(lost.saturating_sub(sequence.num_computed_tokens));
@@ -186,6 +191,8 @@ impl Scheduler<'_> {
         for key in step.decodes.iter().chain(&step.chunks) {
             write_sequence(self.plan, &self.ledger.sequences[key.0], self.limits);
         }
+        let num_tokens = self.plan.token_ids.len();
+        self.plan.token_sources.resize(num_tokens, SOURCE_ID);
         for (_, (source, destination)) in &step.copies {
             self.plan
                 .block_copies
@@ -297,7 +304,6 @@ fn write_sequence(plan: &mut StepPlan, sequence: &Sequence, limits: &Limits) {
         let slot = i64::from(block) * i64::from(block_size) + i64::from(position % block_size);
         plan.token_ids
             .push(sequence.tokens[position as usize] as i32);
-        plan.token_sources.push(SOURCE_ID);
         plan.positions.push(position as i32);
         plan.slot_mapping.push(slot);
     }

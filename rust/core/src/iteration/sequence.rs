@@ -28,6 +28,8 @@ pub(crate) struct Sequence {
     pub(crate) num_computed_tokens: u32,
     /// Tokens that the step being planned, or in flight, computes.
     pub(crate) num_scheduled_tokens: u32,
+    /// Full blocks, from the start, that the prefix cache was told of.
+    pub(crate) num_published_blocks: u32,
     pub(crate) table: BlockTable,
     pub(crate) row: Option<Row>,
     /// Rows of the siblings that fork off at the first output.
@@ -115,17 +117,18 @@ impl Sequence {
 
     /// Moves the scheduled tokens to the computed ones and makes blocks that became full findable.
     pub(crate) fn advance(&mut self, block_size: u32, prefix_caching: bool) {
-        let before = self.num_computed_tokens / block_size;
         self.num_computed_tokens += std::mem::take(&mut self.num_scheduled_tokens);
-        let after = self.num_computed_tokens / block_size;
-        if prefix_caching && before < after {
-            let full = (after * block_size) as usize;
-            if self.chain.len() < after as usize {
+        if !prefix_caching {
+            return;
+        }
+        while (self.num_published_blocks + 1) * block_size <= self.num_computed_tokens {
+            let position = self.num_published_blocks as usize;
+            if self.chain.len() == position {
+                let full = ((self.num_published_blocks + 1) * block_size) as usize;
                 extend_chain(&mut self.chain, self.root, &self.tokens[..full], block_size);
             }
-            for position in before as usize..after as usize {
-                self.table.publish(position, self.chain[position]);
-            }
+            self.table.publish(position, self.chain[position]);
+            self.num_published_blocks += 1;
         }
     }
 
@@ -137,6 +140,7 @@ impl Sequence {
         self.num_lost_tokens = self.num_computed_tokens;
         self.num_computed_tokens = 0;
         self.num_scheduled_tokens = 0;
+        self.num_published_blocks = 0;
         self.protected_below_tokens = self.num_tokens() + block_size;
     }
 
@@ -154,6 +158,7 @@ impl Sequence {
             num_prompt_tokens: self.num_prompt_tokens,
             num_computed_tokens: self.num_computed_tokens,
             num_scheduled_tokens: 0,
+            num_published_blocks: self.num_published_blocks,
             table: self.table.fork(),
             row: Some(row),
             sibling_rows: Vec::new(),
