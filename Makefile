@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMPS := .make
+STAMPS := $(VENV)/.make
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 PROMPT ?=
 export PROMPT
@@ -14,10 +14,10 @@ export PROMPT
 
 help: ## This list
 	@echo "Chairlift: make <target>"
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  %-13s %s\n", $$1, $$2 }'
 
 run: $(STAMPS)/installed ## Serve several prompts at once on the default model; PROMPT="..." adds yours
-	@$(BIN)/chairlift generate --examples $${PROMPT:+"$$PROMPT"}
+	@$(BIN)/chairlift generate --examples -- $${PROMPT:+"$$PROMPT"}
 
 test: test-rust test-python ## All Rust tests, then all Python tests
 
@@ -48,10 +48,10 @@ wheel: $(STAMPS)/installed ## One abi3 wheel for CPython 3.11 and newer, in dist
 	$(BIN)/maturin build --release --out dist
 
 clean: ## Remove what make made (the model cache stays)
-	rm -rf $(VENV) $(STAMPS) target dist
+	rm -rf $(VENV) target dist
 
 $(STAMPS)/venv:
-	@command -v cargo >/dev/null || { echo "cargo is missing: install Rust (1.88 or newer) first" >&2; exit 1; }
+	@command -v cargo >/dev/null || { echo "cargo is missing: install Rust (1.89 or newer) first" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is too old: set PYTHON to Python 3.11 or newer" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)

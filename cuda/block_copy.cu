@@ -4,8 +4,10 @@
 // sequence that shares its last block with a sibling gets its own before it writes. Not here: which
 // blocks to copy (the scheduler decides), and copies between host and device.
 //
-// Invariants: no destination appears twice in one list; sources are read before anything of the step
-// is written, which the launch order on one stream gives. Blocks are whole multiples of 16 bytes.
+// Invariants: no destination appears twice in one launch, and none is a source of the same launch: the
+// list's order matters where a destination was a source before (rare: its last holder was preempted in
+// between), so a list is cut there into several launches on one stream. Blocks are whole multiples of
+// 16 bytes.
 
 /// One launch: grid (copies, layers * 2), any block size.
 struct BlockCopyParams {

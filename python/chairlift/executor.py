@@ -93,7 +93,8 @@ class StepPlan:
     sample_output_indices: Int32Array
     """[S] how many output tokens the row's sequence has already: counter of its random stream."""
     block_copies: Int32Array
-    """[C, 2] (source, destination) blocks to copy before the forward pass."""
+    """[C, 2] (source, destination) blocks to copy before the forward pass, in this order: a
+    destination may be the source of an earlier copy, never of a later one."""
     resets: RowResets
 
 

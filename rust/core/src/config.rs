@@ -10,6 +10,9 @@ use std::sync::Arc;
 use crate::error::ConfigError;
 use crate::text::TokenTable;
 
+/// Most blocks of a pool: a billion tokens in blocks of 16, and books of a few gigabytes.
+pub const MAX_KV_BLOCKS: u32 = 1 << 26;
+
 /// What a person may choose. Every count is in the unit of its name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
@@ -91,11 +94,22 @@ impl Settings {
                 max_num_batched_tokens: self.max_num_batched_tokens,
             });
         }
+        if self.num_kv_blocks > MAX_KV_BLOCKS {
+            let (key, value, max) = ("num_kv_blocks", self.num_kv_blocks, MAX_KV_BLOCKS);
+            return Err(ConfigError::TooLarge { key, value, max });
+        }
         let pool_tokens = u64::from(self.num_kv_blocks) * u64::from(self.block_size);
         let max_model_len = u64::from(self.max_model_len).min(pool_tokens) as u32;
         if max_model_len < 2 {
             let (key, value) = ("num_kv_blocks", self.num_kv_blocks);
             return Err(ConfigError::TooSmall { key, value, min: 2 });
+        }
+        // Every plan carries all block tables, with int32 offsets.
+        let table_blocks = max_model_len.div_ceil(self.block_size);
+        let max_num_seqs = i32::MAX as u32 / table_blocks;
+        if self.max_num_seqs > max_num_seqs {
+            let (key, value, max) = ("max_num_seqs", self.max_num_seqs, max_num_seqs);
+            return Err(ConfigError::TooLarge { key, value, max });
         }
         let watermark_blocks = self.watermark_blocks.unwrap_or(self.num_kv_blocks / 100);
         if watermark_blocks >= self.num_kv_blocks {

@@ -236,6 +236,11 @@ impl Engine {
                 self.ledger.gate.queued()
             ));
         }
+        let counters = self.metrics();
+        let ended = counters.finished + counters.aborted + counters.failed;
+        if counters.submitted != ended + counters.live {
+            return Err(format!("a request is lost or ended twice: {counters:?}"));
+        }
         let arrivals = self
             .lane
             .running

@@ -293,6 +293,8 @@ fn check_sampling(sampling: &SamplingParams, limits: &Limits) -> Result<(), Subm
     let ranges = [
         ("temperature", sampling.temperature, 0.0, 2.0),
         ("min_p", sampling.min_p, 0.0, 1.0),
+        // Logits are divided by it; what is smaller would make infinities of them.
+        ("repetition_penalty", sampling.repetition_penalty, 0.01, 2.0),
         ("presence_penalty", sampling.presence_penalty, -2.0, 2.0),
         ("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0),
     ];
@@ -303,14 +305,6 @@ fn check_sampling(sampling: &SamplingParams, limits: &Limits) -> Result<(), Subm
     }
     if !(sampling.top_p > 0.0 && sampling.top_p <= 1.0) {
         return Err(invalid("top_p", sampling.top_p, "above 0 and at most 1"));
-    }
-    if !(sampling.repetition_penalty > 0.0 && sampling.repetition_penalty <= 2.0) {
-        let value = sampling.repetition_penalty;
-        return Err(invalid(
-            "repetition_penalty",
-            value,
-            "above 0 and at most 2",
-        ));
     }
     if !(1..=limits.max_num_seqs()).contains(&sampling.n) {
         let allowed = format!("from 1 to max_num_seqs ({})", limits.max_num_seqs());

@@ -1,6 +1,6 @@
 //! Text of a sequence: token bytes become UTF-8-safe deltas, cut at stop strings.
 //!
-//! Commit (step 7 on the way of a request) pushes the bytes of each new token into the sequence's
+//! Commit (step 6 on the way of a request) pushes the bytes of each new token into the sequence's
 //! [`TextState`] and gets back the text that may be sent now. Two things are held back and nothing
 //! else: an incomplete UTF-8 sequence (at most 3 bytes), and the longest end of the text that may
 //! still become a stop string. Held back text is always delivered later or cut by a stop.

@@ -137,10 +137,15 @@ impl Ledger {
             }
             let (rank, arrival) = (state.rank(), state.arrival);
             let (running, scheduled) = (state.row.is_some(), state.num_scheduled_tokens > 0);
-            let children = arrival.child..=arrival.child + state.num_unborn;
+            let unborn = arrival.child + 1..=arrival.child + state.num_unborn;
             state.ended = true;
-            for child in children {
-                self.tell_finish(key, child, finish);
+            // What its text still held back is delivered; nothing can follow that would cut it.
+            let held = self.outputs.text.len();
+            state.text.finish(&mut self.outputs.text);
+            self.tell_finish(key, arrival.child, held, finish);
+            self.end_child(key, finish, now);
+            for child in unborn {
+                self.tell_finish(key, child, self.outputs.text.len(), finish);
                 self.end_child(key, finish, now);
             }
             if running && scheduled && lane.in_flight {
@@ -155,15 +160,14 @@ impl Ledger {
         }
     }
 
-    fn tell_finish(&mut self, key: RequestKey, child: u32, finish: Finish) {
+    fn tell_finish(&mut self, key: RequestKey, child: u32, text: usize, finish: Finish) {
         let tokens = self.outputs.token_ids.len();
-        let text = self.outputs.text.len();
         let logprobs = self.outputs.logprobs.len();
         self.outputs.events.push(Event::Output(Output {
             request: self.requests[key.0].request.id,
             child,
             tokens: tokens..tokens,
-            text: text..text,
+            text: text..self.outputs.text.len(),
             logprobs: logprobs..logprobs,
             finish: Some(finish),
         }));

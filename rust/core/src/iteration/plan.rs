@@ -47,7 +47,8 @@ pub struct StepPlan {
     pub sample_rows: Vec<i32>,
     /// `[S]` output tokens the row's sequence has already.
     pub sample_output_indices: Vec<i32>,
-    /// `[C]` (source, destination) blocks to copy before the forward pass.
+    /// `[C]` (source, destination) blocks to copy before the forward pass, in this order: a
+    /// destination may be the source of an earlier copy, never of a later one.
     pub block_copies: Vec<[i32; 2]>,
     /// Rows that change hands in this step.
     pub resets: RowResets,

@@ -148,6 +148,8 @@ impl Sequence {
     pub(crate) fn fork(&self, child: u32, row: Row, text: TextState) -> Sequence {
         let mut tokens = Vec::with_capacity(self.tokens.capacity());
         tokens.extend_from_slice(&self.tokens);
+        let mut chain = Vec::with_capacity(self.chain.capacity());
+        chain.extend_from_slice(&self.chain);
         Sequence {
             request: self.request,
             arrival: Arrival {
@@ -165,7 +167,7 @@ impl Sequence {
             num_unborn: 0,
             may_share_last_block: self.may_share_last_block,
             root: self.root,
-            chain: self.chain.clone(),
+            chain,
             text,
             ended: false,
             protected_below_tokens: self.protected_below_tokens,

@@ -247,7 +247,7 @@ impl BlockTable {
         }
     }
 
-    /// A second table on the same blocks.
+    /// A second table on the same blocks, with room for as many.
     #[must_use]
     pub fn fork(&self) -> BlockTable {
         let mut pool = self.pool.0.borrow_mut();
@@ -255,9 +255,11 @@ impl BlockTable {
             pool.share(block);
         }
         drop(pool);
+        let mut blocks = Vec::with_capacity(self.blocks.capacity());
+        blocks.extend_from_slice(&self.blocks);
         BlockTable {
             pool: self.pool.clone(),
-            blocks: self.blocks.clone(),
+            blocks,
         }
     }
 

@@ -54,9 +54,7 @@ pub fn next_token(history: &[u32], child: u32, vocab_size: u32) -> u32 {
 
 /// Tokens are letters, so that text shows every one of them.
 pub fn vocabulary(vocab_size: u32) -> Vocabulary {
-    let bytes: Vec<u8> = (0..vocab_size)
-        .map(|token| b'a' + (token % 26) as u8)
-        .collect();
+    let bytes: Vec<u8> = (0..vocab_size).map(|token| letter(token) as u8).collect();
     let offsets: Vec<i64> = (0..=i64::from(vocab_size)).collect();
     let mut special = vec![0; vocab_size as usize];
     special[EOS as usize] = 1;
@@ -127,8 +125,13 @@ impl Harness {
 
     /// Reserves and submits; panics on a refusal.
     pub fn submit(&mut self, request: NewRequest) {
+        self.engine.reserve(request.id).expect("a place");
+        self.submit_reserved(request);
+    }
+
+    /// Submits on a place that was reserved; panics on a refusal.
+    pub fn submit_reserved(&mut self, request: NewRequest) {
         let id = request.id;
-        self.engine.reserve(id).expect("a place");
         self.engine
             .submit(self.now, request.clone())
             .expect("accepted");
@@ -280,6 +283,7 @@ impl Harness {
                     }
                     answer.text.push_str(&batch.text[output.text.clone()]);
                     answer.finish = output.finish;
+                    check_text(&client.request, answer);
                 }
             }
         }
@@ -313,6 +317,49 @@ impl Harness {
             assert_eq!(last + 1, plan.seq_lens[position]);
         }
     }
+}
+
+/// Compares an answer's text with what its tokens and its end call for.
+fn check_text(request: &NewRequest, answer: &Answer) {
+    let Some(finish) = answer.finish else {
+        return;
+    };
+    let stop_token = matches!(finish, Finish::Eos | Finish::StopToken(_));
+    let shown = &answer.tokens[..answer.tokens.len() - usize::from(stop_token)];
+    let letters = |tokens: &[u32]| -> String {
+        let shown = tokens.iter().filter(|&&token| token != EOS);
+        shown.map(|&token| letter(token)).collect()
+    };
+    let whole = letters(shown);
+    let stops: Vec<&str> = request
+        .stop
+        .stop
+        .iter()
+        .flat_map(|stop| stop.strings())
+        .collect();
+    // Where the earliest stop string ends that a searched token completes.
+    let unsearched = letters(&shown[..shown.len().min(request.stop.min_tokens as usize)]).len();
+    let ends = (unsearched + 1..=whole.len())
+        .find(|&end| stops.iter().any(|stop| whole[..end].ends_with(stop)));
+    match finish {
+        Finish::StopString(index) => {
+            assert_eq!(ends, Some(whole.len()), "{}: a stop was missed", request.id);
+            let stop = stops[index as usize];
+            assert_eq!(
+                answer.text,
+                whole.strip_suffix(stop).expect("it ends with the stop")
+            );
+        }
+        _ => {
+            assert_eq!(ends, None, "{}: a stop was missed", request.id);
+            assert_eq!(answer.text, whole, "{}: {finish:?}", request.id);
+        }
+    }
+}
+
+/// Text of a token.
+fn letter(token: u32) -> char {
+    char::from(b'a' + (token % 26) as u8)
 }
 
 fn plan_pointers(plan: &StepPlan) -> Vec<*const u8> {

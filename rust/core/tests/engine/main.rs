@@ -4,4 +4,5 @@ mod golden;
 mod harness;
 mod random;
 mod scenarios;
+mod sharing;
 mod steady;

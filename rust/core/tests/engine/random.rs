@@ -69,97 +69,187 @@ struct Trace {
     copies: usize,
     in_flight_aborts: u64,
     refused: u64,
+    broken_results: u64,
+}
+
+/// A run: random operations on one engine.
+struct Run {
+    seed: u64,
+    random: Random,
+    harness: Harness,
+    trace: Trace,
+    next_id: u64,
+    /// Requests whose place is reserved but that were not submitted yet.
+    at_the_door: Vec<NewRequest>,
+    in_flight: bool,
+    steps: u32,
+}
+
+impl Run {
+    fn new(seed: u64) -> Self {
+        let mut random = Random(seed);
+        Self {
+            seed,
+            harness: Harness::new(tiny_settings(&mut random)),
+            random,
+            trace: Trace::default(),
+            next_id: 0,
+            at_the_door: Vec::new(),
+            in_flight: false,
+            steps: 0,
+        }
+    }
+
+    /// One random operation.
+    fn operate(&mut self) {
+        match self.random.within(0, 999) {
+            0..=249 => self.arrive(),
+            250..=309 => self.leave_the_door(),
+            310..=359 => self.abort_one(),
+            360..=361 => self.end_all(),
+            362..=379 if self.in_flight => self.fail_step(),
+            380..=399 if self.in_flight => self.return_nonsense(),
+            _ if self.in_flight => self.commit(),
+            _ => self.schedule(),
+        }
+    }
+
+    /// A request takes a place; most are submitted at once.
+    fn arrive(&mut self) {
+        self.next_id += 1;
+        let new = random_request(&mut self.random, &self.harness, self.next_id);
+        let full = self.harness.engine.metrics().queued
+            >= u64::from(self.harness.settings.max_queued_requests);
+        match self.harness.engine.reserve(new.id) {
+            Ok(()) if self.random.chance(80) => self.harness.submit_reserved(new),
+            Ok(()) => self.at_the_door.push(new),
+            Err(refusal) => assert_eq!((refusal.code(), full), ("queue_full", true)),
+        }
+    }
+
+    /// Somebody who had a place submits, or gives it back.
+    fn leave_the_door(&mut self) {
+        if self.at_the_door.is_empty() {
+            return;
+        }
+        let last = self.at_the_door.len() as u32 - 1;
+        let new = self
+            .at_the_door
+            .remove(self.random.within(0, last) as usize);
+        if self.random.chance(60) {
+            self.harness.submit_reserved(new);
+        } else {
+            self.harness.engine.release(new.id);
+        }
+    }
+
+    fn abort_one(&mut self) {
+        let id = self
+            .next_id
+            .saturating_sub(self.random.within(0, 12).into());
+        self.at_the_door.retain(|new| new.id != RequestId(id));
+        let aborted = self.harness.abort(id);
+        self.trace.in_flight_aborts += u64::from(aborted && self.in_flight);
+        assert!(!self.harness.abort(id), "an abort is idempotent");
+    }
+
+    fn end_all(&mut self) {
+        if self.random.chance(50) {
+            self.harness.engine.abort_all(self.harness.now);
+        } else {
+            self.harness.engine.fail_all(self.harness.now);
+            self.at_the_door.clear();
+            self.in_flight = false;
+        }
+        self.harness.receive();
+        assert_eq!(self.harness.engine.metrics().live, 0);
+    }
+
+    fn fail_step(&mut self) {
+        let step = self.harness.plan.step;
+        self.harness.engine.fail_step(self.harness.now, step);
+        self.harness.receive();
+        self.in_flight = false;
+    }
+
+    /// Results that do not fit are refused and change nothing; the step goes on.
+    fn return_nonsense(&mut self) {
+        let mut results = self.harness.execute();
+        results.statuses.push(0);
+        let before = self.harness.engine.metrics();
+        let (now, step) = (self.harness.now, self.harness.plan.step);
+        let refused = self.harness.engine.commit(now, step, &results);
+        assert_eq!(
+            refused.map_err(|error| error.code()),
+            Err("invalid_step_result")
+        );
+        assert_eq!(self.harness.engine.metrics(), before);
+        self.trace.broken_results += 1;
+    }
+
+    fn commit(&mut self) {
+        if self.random.chance(2) {
+            let row = self.harness.plan.rows[0];
+            self.harness.failing_rows.push(row);
+        }
+        self.harness.commit();
+        self.in_flight = false;
+    }
+
+    fn schedule(&mut self) {
+        let before = self.harness.engine.metrics();
+        self.in_flight = self.harness.schedule();
+        if !self.in_flight {
+            assert_eq!(
+                before.live, 0,
+                "work waits, nothing is in flight, and the plan is empty"
+            );
+            assert_eq!(self.harness.engine.metrics(), before, "nothing was decided");
+        }
+        self.steps += 1;
+        self.trace.copies += self.harness.plan.block_copies.len();
+        for byte in format!("{:?}", self.harness.plan).bytes() {
+            let digest = self.trace.digest.wrapping_mul(31);
+            self.trace.digest = digest.wrapping_add(u64::from(byte));
+        }
+    }
+
+    /// Ends what is open, and checks that nothing is left.
+    fn close(mut self) -> Trace {
+        if self.in_flight {
+            self.harness.commit();
+        }
+        for new in self.at_the_door.drain(..) {
+            self.harness.engine.release(new.id);
+        }
+        self.harness.run_to_end();
+        let seed = self.seed;
+        let metrics = self.harness.engine.metrics();
+        assert_eq!((metrics.used_blocks, metrics.queued), (0, 0), "seed {seed}");
+        for (id, client) in &self.harness.clients {
+            assert_eq!(client.ended, 1, "seed {seed}: {id} never ended");
+        }
+        Trace {
+            preemptions: metrics.preemptions,
+            cached_tokens: metrics.cached_tokens,
+            aborted: metrics.aborted,
+            failed: metrics.failed,
+            finished: metrics.finished,
+            refused: metrics.refused,
+            ..self.trace
+        }
+    }
 }
 
 fn run(seed: u64) -> Trace {
-    let mut random = Random(seed);
-    let mut harness = Harness::new(tiny_settings(&mut random));
-    let mut trace = Trace::default();
-    let mut next_id = 0;
-    let mut in_flight = false;
-    let mut steps = 0;
-    while steps < STEPS_PER_RUN {
-        match random.within(0, 99) {
-            0..=24 => {
-                next_id += 1;
-                let new = random_request(&mut random, &harness, next_id);
-                if harness.engine.metrics().queued < u64::from(harness.settings.max_queued_requests)
-                {
-                    harness.submit(new);
-                } else {
-                    let refusal = harness
-                        .engine
-                        .reserve(new.id)
-                        .expect_err("the door is full");
-                    assert_eq!(refusal.code(), "queue_full");
-                }
-            }
-            25..=29 => {
-                let id = next_id.saturating_sub(random.within(0, 12).into());
-                let aborted = harness.abort(id);
-                trace.in_flight_aborts += u64::from(aborted && in_flight);
-                assert!(!harness.abort(id), "an abort is idempotent");
-            }
-            30..=31 => {
-                next_id += 1;
-                // A place that is taken and given back, as when a client leaves while tokenising.
-                if harness.engine.reserve(RequestId(next_id)).is_ok() {
-                    harness.engine.release(RequestId(next_id));
-                }
-            }
-            32..=33 if in_flight => {
-                harness.engine.fail_step(harness.now, harness.plan.step);
-                harness.receive();
-                in_flight = false;
-            }
-            _ if in_flight => {
-                if random.chance(2) {
-                    harness.failing_rows.push(harness.plan.rows[0]);
-                }
-                harness.commit();
-                in_flight = false;
-            }
-            _ => {
-                let idle = harness.engine.metrics();
-                in_flight = harness.schedule();
-                assert!(
-                    in_flight || idle.live == 0,
-                    "work waits, nothing is in flight, and the plan is empty"
-                );
-                steps += 1;
-                trace.copies += harness.plan.block_copies.len();
-                let digest = format!("{:?}", harness.plan);
-                for byte in digest.bytes() {
-                    trace.digest = trace.digest.wrapping_mul(31).wrapping_add(u64::from(byte));
-                }
-            }
-        }
-        if let Err(mistake) = harness.engine.audit() {
-            panic!("seed {seed}, step {steps}: {mistake}");
+    let mut run = Run::new(seed);
+    while run.steps < STEPS_PER_RUN {
+        run.operate();
+        if let Err(mistake) = run.harness.engine.audit() {
+            panic!("seed {seed}, step {}: {mistake}", run.steps);
         }
     }
-    if in_flight {
-        harness.commit();
-    }
-    harness.run_to_end();
-    let metrics = harness.engine.metrics();
-    assert_eq!(
-        metrics.submitted,
-        metrics.finished + metrics.aborted + metrics.failed
-    );
-    assert_eq!((metrics.used_blocks, metrics.queued), (0, 0), "seed {seed}");
-    for (id, client) in &harness.clients {
-        assert_eq!(client.ended, 1, "seed {seed}: {id} never ended");
-    }
-    Trace {
-        preemptions: metrics.preemptions,
-        cached_tokens: metrics.cached_tokens,
-        aborted: metrics.aborted,
-        failed: metrics.failed,
-        finished: metrics.finished,
-        refused: metrics.refused,
-        ..trace
-    }
+    run.close()
 }
 
 #[test]
@@ -175,6 +265,7 @@ fn invariants_hold_over_random_operations() {
         total.copies += trace.copies;
         total.in_flight_aborts += trace.in_flight_aborts;
         total.refused += trace.refused;
+        total.broken_results += trace.broken_results;
     }
     // The scenario really happened, all of it.
     println!("{} steps: {total:?}", RUNS * u64::from(STEPS_PER_RUN));
@@ -186,6 +277,7 @@ fn invariants_hold_over_random_operations() {
     );
     assert!(total.failed > 100 && total.finished > 5_000, "{total:?}");
     assert!(total.copies > 100 && total.refused > 100, "{total:?}");
+    assert!(total.broken_results > 100, "{total:?}");
 }
 
 #[test]

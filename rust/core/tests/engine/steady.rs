@@ -6,6 +6,16 @@ use crate::harness::{EOS, Harness, request};
 
 #[test]
 fn a_steady_decode_step_allocates_nothing() {
+    steady(64, 1);
+}
+
+#[test]
+fn nor_do_siblings() {
+    steady(32, 2);
+}
+
+/// Counts allocations while `requests` of `n` answers each decode together.
+fn steady(requests: u64, n: u32) {
     let mut harness = Harness::new(Settings {
         max_num_seqs: 64,
         num_kv_blocks: 64 * 32,
@@ -13,15 +23,16 @@ fn a_steady_decode_step_allocates_nothing() {
         vocab_size: 1_000,
         ..Settings::default()
     });
-    for id in 0..64 {
+    for id in 0..requests {
         let mut new = request(id, vec![7 + id as u32; 40], 200);
         new.stop.ignore_eos = true;
+        new.sampling.n = n;
         harness.submit(new);
     }
     while harness.engine.metrics().output_tokens < 64 {
         assert!(harness.step());
     }
-    // A few steps so that the output batch has its size.
+    // A few steps so that the output batch has its size and siblings have parted.
     for _ in 0..3 {
         assert!(harness.step());
     }
