@@ -341,19 +341,13 @@ fn check_text(request: &NewRequest, answer: &Answer) {
     let unsearched = letters(&shown[..shown.len().min(request.stop.min_tokens as usize)]).len();
     let ends = (unsearched + 1..=whole.len())
         .find(|&end| stops.iter().any(|stop| whole[..end].ends_with(stop)));
-    match finish {
-        Finish::StopString(index) => {
-            assert_eq!(ends, Some(whole.len()), "{}: a stop was missed", request.id);
-            let stop = stops[index as usize];
-            assert_eq!(
-                answer.text,
-                whole.strip_suffix(stop).expect("it ends with the stop")
-            );
-        }
-        _ => {
-            assert_eq!(ends, None, "{}: a stop was missed", request.id);
-            assert_eq!(answer.text, whole, "{}: {finish:?}", request.id);
-        }
+    if let Finish::StopString(index) = finish {
+        assert_eq!(ends, Some(whole.len()), "{}: a stop was missed", request.id);
+        let cut = whole.strip_suffix(stops[index as usize]);
+        assert_eq!(answer.text, cut.expect("it ends with the stop"));
+    } else {
+        assert_eq!(ends, None, "{}: a stop was missed", request.id);
+        assert_eq!(answer.text, whole, "{}: {finish:?}", request.id);
     }
 }
 
