@@ -17,6 +17,8 @@ mod _core {
     #[pymodule_export]
     use super::kernels::kernel_pool;
     #[pymodule_export]
+    use super::kernels::limit_instruction_set;
+    #[pymodule_export]
     use super::kernels::silu_and_mul;
     #[pymodule_export]
     use super::kernels::use_openmp;
