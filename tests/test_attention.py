@@ -161,6 +161,26 @@ def test_rows_do_not_depend_on_batch_chunks_or_threads(shape):
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("instruction_set", ["avx2", "scalar"])
+@pytest.mark.parametrize("cache_dtype", [F32, BF16])
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
+def test_other_instruction_sets_agree_with_reference(instruction_set, cache_dtype, head_dim):
+    """Paths that this machine would not take by itself; older ones and Arm do."""
+    shape = Shape(head_dim=head_dim, dtype=cache_dtype, cache_dtype=cache_dtype, norms=True)
+    lengths = [65, 300]
+    steps = [[(0, 65), (1, 270)]] + [[(1, 1)] for _ in range(30)]
+    expected = World(shape, lengths, 9, "reference").run(steps)
+    _core.limit_instruction_set(instruction_set)
+    try:
+        found = World(shape, lengths, 9).run(steps)
+        at_once = World(shape, lengths, 9).run([[(0, 65), (1, 300)]])
+    finally:
+        _core.limit_instruction_set("best")
+    for a, b, c in zip(found, expected, at_once, strict=True):
+        assert_close(a, b, TOLERANCES[cache_dtype, cache_dtype], f"seed 9, {instruction_set}")
+        assert torch.equal(a, c)
+
+
 def test_rows_do_not_depend_on_block_size_or_placement():
     lengths = [300, 65]
     outputs = []

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from chairlift import _core
 from chairlift.executor import STATUS_FAILED, STATUS_OK, RowResets
 from chairlift.sampler import Sampler, SamplerError
 from chairlift.sampler.reference import ReferenceRow, philox, sample
@@ -110,7 +111,15 @@ def random_row(rng: np.random.Generator, vocab_size: int) -> ReferenceRow:
     )
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.fixture(params=["best", "avx2", "scalar"])
+def instruction_set(request):
+    _core.limit_instruction_set(request.param)
+    yield request.param
+    _core.limit_instruction_set("best")
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.usefixtures("instruction_set")
 def test_sampler_agrees_with_reference(seed):
     rng = np.random.default_rng(seed)
     vocab_size = int(rng.choice([1, 2, 17, 64, 100, 1000, 5003]))

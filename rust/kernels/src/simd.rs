@@ -6,15 +6,46 @@
 //! instructions; results are bit for bit the same.
 
 use std::any::Any;
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use pulp::{Simd, WithSimd};
 
 /// Most lanes a float32 vector may have.
 pub const MAX_LANES: usize = 16;
 
-/// Runs `op` with the best instruction set of this machine.
+/// The widest instruction set that [`dispatch`] may use; see [`limit_instruction_set`].
+static LIMIT: AtomicU8 = AtomicU8::new(Limit::None as u8);
+
+/// Instruction sets to hold the kernels to, for tests of the paths that a machine would not take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Limit {
+    /// The best of this machine.
+    None,
+    /// AVX2 with FMA, on x86-64; elsewhere no limit.
+    Avx2,
+    /// One value at a time.
+    Scalar,
+}
+
+/// Holds all later calls to an instruction set; results may differ in the last bits between sets.
+pub fn limit_instruction_set(limit: Limit) {
+    LIMIT.store(limit as u8, Ordering::Relaxed);
+}
+
+/// Runs `op` with the best instruction set of this machine, or within the limit.
 #[inline]
 pub fn dispatch<Op: WithSimd>(op: Op) -> Op::Output {
+    let limit = LIMIT.load(Ordering::Relaxed);
+    if limit == Limit::Scalar as u8 {
+        return Simd::vectorize(pulp::Scalar, op);
+    }
+    #[cfg(target_arch = "x86_64")]
+    if limit == Limit::Avx2 as u8
+        && let Some(simd) = pulp::x86::V3::try_new()
+    {
+        return Simd::vectorize(simd, op);
+    }
     pulp::Arch::new().dispatch(op)
 }
 

@@ -12,6 +12,7 @@
 use chairlift_kernels::attention::{self, Layer, RopeTables, Tensors, Vector};
 use chairlift_kernels::batch::{self, BatchArrays};
 use chairlift_kernels::element::Dtype;
+use chairlift_kernels::simd::{self, Limit};
 use chairlift_kernels::{ops, parallel};
 use half::bf16;
 use pyo3::buffer::PyBuffer;
@@ -220,6 +221,23 @@ pub fn silu_and_mul(
 pub fn use_openmp(gomp_parallel: usize) -> bool {
     // SAFETY: `chairlift.attention.threads` passes the symbol of a library that torch keeps loaded.
     unsafe { parallel::use_openmp(gomp_parallel) }
+}
+
+/// Holds the kernels to an instruction set: "best", "avx2" or "scalar"; for tests.
+#[pyfunction]
+pub fn limit_instruction_set(name: &str) -> PyResult<()> {
+    let limit = match name {
+        "best" => Limit::None,
+        "avx2" => Limit::Avx2,
+        "scalar" => Limit::Scalar,
+        _ => {
+            return Err(PyValueError::new_err(format!(
+                "unknown instruction set {name}"
+            )));
+        }
+    };
+    simd::limit_instruction_set(limit);
+    Ok(())
 }
 
 /// Name of the pool in use: "openmp" or "threads".

@@ -36,8 +36,8 @@ mod _core {
     use crate::engine::EngineCore;
     #[pymodule_export]
     use crate::kernels::{
-        AttentionBatch, AttentionLayer, add_rms_norm, attention_forward, kernel_pool, silu_and_mul,
-        use_openmp,
+        AttentionBatch, AttentionLayer, add_rms_norm, attention_forward, kernel_pool,
+        limit_instruction_set, silu_and_mul, use_openmp,
     };
     #[pymodule_export]
     use crate::request::Request;
