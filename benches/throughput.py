@@ -12,14 +12,19 @@ tokens, and one prompt of 1,024. Prompts are random token ids, greedy, to the la
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 from chairlift import LLM, SamplingParams
 from chairlift.engine import DEFAULT_MODEL
+from chairlift.hub import resolve_model
+from chairlift.models import llama
+from chairlift.torch_executor import TorchExecutor, TorchExecutorConfig
 
 Request = tuple[list[int], int]
 """Prompt token ids and the number of output tokens."""
@@ -67,16 +72,74 @@ def measure(llm: LLM, requests: list[Request]) -> dict[str, float]:
     }
 
 
-def profile(llm: LLM) -> None:
-    """Print where the time of an iteration goes while 32 sequences decode."""
-    from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415
+class Timed:
+    """Adds up the time that is spent in a function, under a name."""
 
+    seconds: ClassVar[dict[str, float]] = {}
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self.function = name, function
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        result = self.function(*args, **options)
+        spent = time.perf_counter() - start
+        self.seconds[self.name] = self.seconds.get(self.name, 0.0) + spent
+        return result
+
+
+def instrument(executor: TorchExecutor) -> None:
+    """Time the parts of the executor's steps."""
+    model, backend = executor._model, executor._backend
+    linear = ("qkv", "output", "gate_up", "down")
+    model._layers = [
+        dataclasses.replace(
+            layer, **{name: Timed("linear layers", getattr(layer, name)) for name in linear}
+        )
+        for layer in model._layers
+    ]
+    model._lm_head = Timed("output layer (lm_head)", model._lm_head)
+    llama.add_rms_norm = Timed("norms, activation", llama.add_rms_norm)
+    llama.silu_and_mul = Timed("norms, activation", llama.silu_and_mul)
+    backend.forward = Timed("attention (rope, cache write)", backend.forward)
+    backend.prepare = Timed("attention (rope, cache write)", backend.prepare)
+    executor._sample = Timed("sampling", executor._sample)
+    executor.execute = Timed("execute", executor.execute)
+
+
+def profile(args: argparse.Namespace) -> None:
+    """Print where the time of an iteration goes while 32 sequences decode."""
+    directory = resolve_model(args.model)
+    config = TorchExecutorConfig(directory, dtype=args.dtype, max_num_seqs=32, max_model_len=2_048)
+    executor = TorchExecutor(config)
+    blocks = executor.kv_pool.num_blocks
     rng = random.Random(0)
-    requests = [(rng.choices(_VOCABULARY, k=128), 64) for _ in range(32)]
-    measure(llm, requests)
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        measure(llm, requests)
-    print(trace.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
+    requests = [(rng.choices(_VOCABULARY, k=128), 129) for _ in range(32)]
+    with LLM(
+        executor=executor,
+        tokenizer=str(directory),
+        max_num_seqs=32,
+        max_model_len=2_048,
+        num_kv_blocks=blocks,
+        max_num_batched_tokens=4_096,
+    ) as llm:
+        measure(llm, requests)  # from now on the prompts are in the prefix cache: all but decodes
+        instrument(executor)
+        before = llm.metrics()
+        start = time.perf_counter()
+        measure(llm, [(prompt, tokens) for prompt, tokens in requests])
+        wall = time.perf_counter() - start
+        after = llm.metrics()
+    iterations = after["iterations"] - before["iterations"]
+    seconds = dict(Timed.seconds)
+    executed = seconds.pop("execute")
+    seconds["rest of the executor (Python, embedding)"] = executed - sum(seconds.values())
+    core = (after["scheduler_us"] - before["scheduler_us"]) / 1e6
+    seconds["schedule, plan, commit"] = core
+    seconds["threads, arrays, delivery"] = wall - executed - core
+    print(f"{iterations} iterations of 32 rows, {wall / iterations * 1e3:.2f} ms each")
+    for name, spent in sorted(seconds.items(), key=lambda entry: -entry[1]):
+        print(f"{name:<42} {spent / iterations * 1e3:7.3f} ms {spent / wall:6.1%}")
 
 
 def main() -> None:
@@ -88,6 +151,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
+    if args.profile:
+        profile(args)
+        return
     with LLM(
         args.model,
         dtype=args.dtype,
@@ -96,9 +162,6 @@ def main() -> None:
         max_num_batched_tokens=args.max_num_batched_tokens,
     ) as llm:
         measure(llm, [([5] * 64, 8)])  # threads, caches and lazy set-up
-        if args.profile:
-            profile(llm)
-            return
         workloads: dict[str, tuple[Callable[[random.Random], list[Request]], str]] = {
             "W1": (w1, "output_tokens_per_s"),
             "W2": (w2, "output_tokens_per_s"),
