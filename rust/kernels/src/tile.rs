@@ -17,7 +17,7 @@ use std::sync::PoisonError;
 
 use pulp::Simd;
 
-use crate::attention::items::Item;
+use crate::attention::items::{Item, Split};
 use crate::attention::{Call, Merge};
 use crate::element::Element;
 use crate::prologue::HeadTransform;
@@ -138,18 +138,24 @@ pub(crate) fn run_item<S: Simd, E: Element, C: Element>(
         if !merge.finish(split.counter, item.num_segments(), split.num_segments) {
             return;
         }
-        for segment in 0..split.num_segments {
-            let partial = &merge.partials[(split.first_partial + segment) as usize];
-            let part = partial.lock().unwrap_or_else(PoisonError::into_inner);
-            let part = &part[..totals.len()];
-            if segment == 0 {
-                totals.copy_from_slice(part);
-            } else {
-                merge_states(simd, totals, part, width);
-            }
-        }
+        merge_parts(simd, merge, split, totals, width);
     }
     write_output(simd, call, item, totals);
+}
+
+/// Merges all parts of a split set of rows, in order.
+#[inline(always)]
+fn merge_parts<S: Simd>(simd: S, merge: &Merge, split: Split, totals: &mut [f32], width: usize) {
+    for segment in 0..split.num_segments {
+        let partial = &merge.partials[(split.first_partial + segment) as usize];
+        let part = partial.lock().unwrap_or_else(PoisonError::into_inner);
+        let part = &part[..totals.len()];
+        if segment == 0 {
+            totals.copy_from_slice(part);
+        } else {
+            merge_states(simd, totals, part, width);
+        }
+    }
 }
 
 /// Loads, transforms and scales the item's queries: `[rows, dim]`.
