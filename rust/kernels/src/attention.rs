@@ -100,8 +100,7 @@ pub struct Tensors {
 ///
 /// # Safety
 /// The pointers of `layer` and `tensors` are valid for the shapes documented there; `qkv` is not
-/// written, and `out` and the caches are not touched at all, by others during the call. No two tokens
-/// of the batch have the same slot.
+/// written, and `out` and the caches are not touched at all, by others during the call.
 pub unsafe fn forward(
     batch: &AttentionBatch,
     layer: &Layer,
@@ -112,17 +111,17 @@ pub unsafe fn forward(
     if batch.num_tokens() == 0 {
         return Ok(());
     }
-    let job = Job {
+    let call = LayerCall {
         batch,
         layer,
         tensors,
         threads,
     };
     match (tensors.dtype, tensors.cache_dtype) {
-        (Dtype::F32, Dtype::F32) => job.run::<f32, f32>(),
-        (Dtype::F32, Dtype::Bf16) => job.run::<f32, bf16>(),
-        (Dtype::Bf16, Dtype::F32) => job.run::<bf16, f32>(),
-        (Dtype::Bf16, Dtype::Bf16) => job.run::<bf16, bf16>(),
+        (Dtype::F32, Dtype::F32) => call.run::<f32, f32>(),
+        (Dtype::F32, Dtype::Bf16) => call.run::<f32, bf16>(),
+        (Dtype::Bf16, Dtype::F32) => call.run::<bf16, f32>(),
+        (Dtype::Bf16, Dtype::Bf16) => call.run::<bf16, bf16>(),
     }
     Ok(())
 }
@@ -158,14 +157,14 @@ fn check(batch: &AttentionBatch, layer: &Layer, tensors: &Tensors) -> Result<(),
     batch.check_cache(tensors.num_blocks, tensors.block_size)
 }
 
-struct Job<'a> {
+struct LayerCall<'a> {
     batch: &'a AttentionBatch,
     layer: &'a Layer,
     tensors: &'a Tensors,
     threads: usize,
 }
 
-impl Job<'_> {
+impl LayerCall<'_> {
     fn run<E: Element, C: Element>(&self) {
         let layer = self.layer;
         let group = layer.num_heads / layer.num_kv_heads;

@@ -74,6 +74,12 @@ impl AttentionBatch {
                 "{tokens} positions but {slots} slots"
             )));
         }
+        if let Some(slot) = repeated(&slot_mapping) {
+            // Threads would write it at once.
+            return Err(AttentionError::Batch(format!(
+                "two tokens go to slot {slot}"
+            )));
+        }
         let sequences = seq_lens.len();
         ragged("query_start_loc", &query_start_loc, sequences, tokens)?;
         ragged(
@@ -205,6 +211,14 @@ fn ragged(name: &str, starts: &[u32], rows: usize, total: usize) -> Result<(), A
     Ok(())
 }
 
+/// A value that occurs twice.
+fn repeated(values: &[u64]) -> Option<u64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_unstable();
+    let pair = sorted.windows(2).find(|pair| pair[0] == pair[1])?;
+    Some(pair[0])
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -251,6 +265,10 @@ mod tests {
             },
             BatchArrays {
                 slot_mapping: &[12, 0, -1],
+                ..GOOD
+            },
+            BatchArrays {
+                slot_mapping: &[12, 0, 12],
                 ..GOOD
             },
             BatchArrays {
