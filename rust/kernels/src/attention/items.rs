@@ -181,7 +181,7 @@ mod tests {
             query_start_loc: &starts,
             seq_lens: &seq_lens,
             positions: &positions,
-            slot_mapping: &vec![0; positions.len()],
+            slot_mapping: &(0..positions.len() as i64).collect::<Vec<_>>(),
             block_table_offsets: &offsets,
             block_ids: &[],
         })
