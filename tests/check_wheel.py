@@ -27,8 +27,11 @@ def complaints(wheel: Path) -> list[str]:
     wanted.add("chairlift/_core.abi3.so")
     found += [f"{name} is missing" for name in sorted(wanted - set(content))]
     for source in sorted((ROOT / "cuda").iterdir()):
-        if content.get(f"chairlift/cuda/{source.name}") != source.read_bytes():
-            found.append(f"chairlift/cuda/{source.name} is missing or differs from cuda/")
+        name = f"chairlift/cuda/{source.name}"
+        if name not in content:
+            found.append(f"{name} is missing")
+        elif content[name] != source.read_bytes():
+            found.append(f"{name} differs from cuda/{source.name}")
     entry_points = _only(content, "entry_points.txt").replace(" ", "").splitlines()
     if ENTRY_POINT not in entry_points:
         found.append(f"there is no entry point {ENTRY_POINT}")
