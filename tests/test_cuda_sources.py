@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 from cuda.bindings import nvrtc
@@ -14,6 +15,15 @@ SOURCES = sorted(
 
 def test_there_are_sources():
     assert "block_copy.cu" in SOURCES
+
+
+def test_the_package_has_all_of_them():
+    checkout = Path(__file__).parents[1] / "cuda"
+    if not checkout.is_dir():
+        pytest.skip("the tests are not in a checkout")
+    wanted = {path.name: path.read_text(encoding="utf-8") for path in checkout.iterdir()}
+    package = (files("chairlift") / "cuda").iterdir()
+    assert {entry.name: entry.read_text(encoding="utf-8") for entry in package} == wanted
 
 
 def compile_source(text: str, architecture: str) -> tuple[bool, str]:

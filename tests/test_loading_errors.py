@@ -108,6 +108,9 @@ def test_other_architectures_are_listed_against_the_supported(directory):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"quantization_config": {"quant_method": "gptq"}}, "a quantised checkpoint (gptq)"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"head_dim": 20}, "head_dim 20 (only multiples of 8)"),
+        ({"hidden_size": 24}, "head_dim 12 (only multiples of 8)"),
+        ({"num_attention_heads": 32}, "head_dim 0 (only multiples of 8)"),
     ],
 )
 def test_settings_that_are_not_supported(directory, changes, said):

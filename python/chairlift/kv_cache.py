@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from chairlift.errors import ModelError
+from chairlift.host_memory import available_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,21 +90,6 @@ def size_kv_pool(
         )
     longest = min(max_model_len, num_blocks * block_size)
     return KvPoolSize(num_blocks, block_size, bytes_per_block, longest)
-
-
-def available_memory() -> int:
-    """Return the bytes that can be taken without swapping, within the container's limit."""
-    available = 0
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text(encoding="ascii"))
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no cgroup v2, or the limit is "max"
-        return available
-    return max(0, min(available, limit - used))
 
 
 class KvCache:

@@ -26,8 +26,9 @@ def share_openmp_pool() -> str:
     """Hand PyTorch's pool to the kernels, once; returns the name of the pool in use."""
     if os.environ.get("CHAIRLIFT_KERNEL_POOL") != "threads":
         for path in _loaded_openmp_libraries():
-            parallel = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
-            if parallel is None:
+            try:
+                parallel = ctypes.CDLL(path).GOMP_parallel
+            except (OSError, AttributeError):  # cannot be loaded by its path, or lacks the name
                 continue
             address = ctypes.cast(parallel, ctypes.c_void_p).value
             if address is not None:
@@ -36,13 +37,14 @@ def share_openmp_pool() -> str:
     return _core.kernel_pool()
 
 
-def _loaded_openmp_libraries() -> list[str]:
+def _loaded_openmp_libraries(mappings: Path = Path("/proc/self/maps")) -> list[str]:
     """Paths of the OpenMP libraries mapped into this process, PyTorch's own first."""
     try:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+        maps = mappings.read_text(encoding="utf-8")
     except OSError:
         return []
     columns = (line.split(maxsplit=5) for line in maps.splitlines())
-    paths = {c[5] for c in columns if len(c) == 6 and _OPENMP_LIBRARY.search(c[5])}
+    mapped = {c[5].removesuffix(" (deleted)") for c in columns if len(c) == 6}
+    paths = {path for path in mapped if _OPENMP_LIBRARY.search(path)}
     torch_home = str(Path(torch.__file__).parent.parent)
     return sorted(paths, key=lambda path: (not path.startswith(torch_home), path))

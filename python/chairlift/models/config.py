@@ -74,7 +74,6 @@ class ModelConfig:
     """RMS norm over each query and key head before the rotation (Qwen3)."""
     sliding_window: int | None
     """Tokens a layer looks back at, where at least one layer is so limited."""
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """All tokens that end an answer, from ``generation_config.json`` too."""
 
@@ -193,13 +192,14 @@ def _parse(values: _Values, generation: dict[str, Any]) -> ModelConfig:
         mlp_bias=values.flag("mlp_bias"),
         qk_norm=family.qk_norm,
         sliding_window=_sliding_window(values, family),
-        bos_token_id=next(iter(_token_ids(values.all.get("bos_token_id"))), None),
         eos_token_ids=_eos_token_ids(values.all, generation),
     )
     if config.num_heads % config.num_kv_heads:
         raise values.invalid(
             "num_key_value_heads", f"a divisor of {config.num_heads} heads", config.num_kv_heads
         )
+    if config.head_dim < 8 or config.head_dim % 8:
+        raise values.refuse(f"head_dim {config.head_dim} (only multiples of 8)")
     return config
 
 

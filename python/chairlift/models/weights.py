@@ -53,10 +53,6 @@ class Checkpoint:
             self._sources.update(dict.fromkeys(file.keys(), file))
         self._left = {name for name in self._sources if not _IGNORED.fullmatch(name)}
 
-    def __contains__(self, name: str) -> bool:
-        """Return whether the checkpoint has a tensor of that name."""
-        return name in self._sources
-
     def take(self, name: str, shape: Sequence[int]) -> Tensor:
         """Return the tensor ``name``, converted to the model's dtype.
 
