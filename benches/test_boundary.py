@@ -6,13 +6,15 @@ arrays, the scheduler commits and publishes, and the client has the deltas in it
 
 Run with ``make bench``; ``-s`` shows where the time goes. The engine runs freely, so a client that
 does not keep up finds several iterations merged: the time of an iteration is then the time of a
-batch by the iterations in it (``us_per_iteration``).
+batch by the iterations in it (``us_per_iteration``). ``make test`` runs everything once and tiny,
+with ``--benchmark-disable``.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -23,10 +25,22 @@ from chairlift.executor import StepPlan, StepResult
 from chairlift.prompts import ParsedPrompt
 from chairlift.testing import ByteTokenizer
 
-RUNNING = 256
-PROMPT_TOKENS = 512
-ROUND = 50
 ROUNDS = 15
+WARM_UP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured."""
+
+    running: int
+    prompt_tokens: int
+    round: int
+    """Iterations of a round."""
+
+
+FULL = Scale(running=256, prompt_tokens=512, round=50)
+TINY = Scale(running=4, prompt_tokens=8, round=5)
 
 
 class ConstantExecutor:
@@ -51,14 +65,19 @@ class ConstantExecutor:
 
 
 @pytest.fixture
-def engine():
+def scale(benchmark):
+    return TINY if benchmark.disabled else FULL
+
+
+@pytest.fixture
+def engine(scale):
     engine = LocalEngine(
         EngineArgs(
             executor=ConstantExecutor(),
-            max_num_seqs=RUNNING,
+            max_num_seqs=scale.running,
             max_num_batched_tokens=8_192,
             max_model_len=8_192,
-            num_kv_blocks=RUNNING * 512,
+            num_kv_blocks=scale.running * 512,
         )
     )
     yield engine
@@ -71,58 +90,60 @@ def submit(engine, prompt, max_tokens):
     return engine.client.submit(request)
 
 
-def start_running(engine):
-    """Bring ``RUNNING`` endless requests into decode and take their first news."""
-    for number in range(RUNNING):
-        prompt = [number % 250] * PROMPT_TOKENS
+def start_running(engine, scale):
+    """Bring ``scale.running`` endless requests into decode and take their first news."""
+    for number in range(scale.running):
+        prompt = [number % 250] * scale.prompt_tokens
         submit(engine, prompt, max_tokens=7_500)
-    while engine.client.metrics()["prompt_tokens"] < RUNNING * PROMPT_TOKENS:
+    while engine.client.metrics()["prompt_tokens"] < scale.running * scale.prompt_tokens:
         engine.client.wait(1.0)
     engine.client.wait(1.0)
 
 
-def take_iterations(benchmark, engine, look):
-    """Take batches as they come, ``ROUND`` iterations a round."""
-    start_running(engine)
+def take_iterations(benchmark, engine, scale, look):
+    """Take batches as they come, ``scale.round`` iterations a round."""
+    start_running(engine, scale)
     client = engine.client
     before = client.metrics()
     per_iteration = []
 
     def take():
         taken, begin = 0, time.perf_counter()
-        while taken < ROUND:
+        while taken < scale.round:
             batch = client.wait(1.0)
             look(batch)
             taken += batch.iterations
         per_iteration.append((time.perf_counter() - begin) / taken * 1e6)
 
-    benchmark.pedantic(take, rounds=ROUNDS, warmup_rounds=2)
+    benchmark.pedantic(take, rounds=ROUNDS, warmup_rounds=WARM_UP)
     after = client.metrics()
-    assert after["running_sequences"] == RUNNING
+    assert after["running_sequences"] == scale.running
     steps = after["iterations"] - before["iterations"]
-    assert after["output_tokens"] - before["output_tokens"] >= (steps - 2) * RUNNING
+    assert after["output_tokens"] - before["output_tokens"] >= (steps - 2) * scale.running
+    if benchmark.disabled:
+        return
     info = benchmark.extra_info
-    info["us_per_iteration_median"] = round(statistics.median(per_iteration[2:]), 1)
-    info["us_per_iteration_best"] = round(min(per_iteration), 1)
+    info["us_per_iteration_median"] = round(statistics.median(per_iteration[WARM_UP:]), 1)
+    info["us_per_iteration_best"] = round(min(per_iteration[WARM_UP:]), 1)
     for name in ("scheduler_us", "step_us"):
         info[name] = round((after[name] - before[name]) / steps, 1)
     print(f"\n{benchmark.name}: {info}")
 
 
-def test_iteration_as_one_batch(benchmark, engine):
+def test_iteration_as_one_batch(benchmark, engine, scale):
     def look(batch):
-        assert len(batch.token_ids) >= RUNNING
+        assert len(batch.token_ids) >= scale.running
 
-    take_iterations(benchmark, engine, look)
+    take_iterations(benchmark, engine, scale, look)
 
 
-def test_iteration_with_an_object_per_delta(benchmark, engine):
+def test_iteration_with_an_object_per_delta(benchmark, engine, scale):
     def look(batch):
         for delta in batch.deltas():
             assert delta.text == "a"
             assert delta.token_ids == [97]
 
-    take_iterations(benchmark, engine, look)
+    take_iterations(benchmark, engine, scale, look)
 
 
 def test_submit_to_first_delta(benchmark, engine):

@@ -58,12 +58,14 @@ def test_a_refused_prompt_is_told_beside_the_others(capsys):
         (["--temperature", "-1"], "temperature is -1; it must be from 0 to 2"),
         (["--temperature", "nan"], "temperature is nan; it must be a finite number"),
         (["--max-num-seqs", "5000"], "max_num_seqs (5000) is above max_num_batched_tokens"),
+        (["--block-size", "0"], "block_size is 0"),
+        (["--max-logprobs", "-1"], "max_logprobs is -1"),
         (["--executor", "nowhere:Nothing"], "executor 'nowhere:Nothing' cannot be loaded"),
         (["--model", "/no/such/model"], "/no/such/model"),
     ],
 )
 def test_a_mistake_is_one_clear_sentence(flags, message, capsys):
-    executor = [] if {"--executor", "--model"} & set(flags) else SCRIPTED
+    executor = [] if {"--executor", "--model", "--block-size"} & set(flags) else SCRIPTED
     assert main(["generate", "x", *executor, *flags]) == 1
     captured = capsys.readouterr()
     assert message in captured.out + captured.err
@@ -102,6 +104,24 @@ def test_the_installed_command_starts():
     command = Path(sys.executable).with_name("chairlift")
     done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
     assert re.fullmatch(r"chairlift \d+\.\d+\.\d+\n", done.stdout)
+
+
+def test_an_executor_in_the_current_directory(tmp_path):
+    (tmp_path / "my_exec.py").write_text(
+        "from chairlift.testing import ScriptedExecutor\n\nclass Exec(ScriptedExecutor): pass\n"
+    )
+    command = Path(sys.executable).with_name("chairlift")
+    flags = ["--executor", "my_exec:Exec", "--max-tokens", "3"]
+    done = subprocess.run(
+        [command, "generate", "x", *flags],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "requests" in done.stdout
 
 
 def test_help_does_not_load_torch():

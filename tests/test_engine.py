@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from chairlift import EngineDeadError, QueueFullError, SamplingParams
+from chairlift import EngineDeadError, QueueFullError, SamplingParams, _core
 from chairlift.engine import CoreSettings, EngineArgs, EngineOptions, LocalEngine
 from chairlift.errors import InvalidRequestError
 from chairlift.executor import SampleLogprobs, StepResult
@@ -50,7 +50,7 @@ def submit(engine, prompt, max_tokens=5, **options):
 def until_ended(engine, *request_ids):
     """Take batches until these requests have ended; returns all batches."""
     batches, left = [], set(request_ids)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while left:
         assert time.monotonic() < deadline
         batch = engine.client.wait(1.0)
@@ -90,6 +90,8 @@ def test_flat_arrays_and_objects_say_the_same(start):
     assert batches[0].token_ids.dtype == np.uint32
     assert {name for batch in batches for name, _ in batch.scheduled()} == set(ids)
     assert sum(batch.iterations for batch in batches) >= 5
+    made = engine.client.metrics()["iterations"]
+    assert made - 1 <= sum(batch.iterations for batch in batches) <= made
     codes = [code for batch in batches for code in batch.finish_codes if code]
     assert sorted(codes) == [4, 4, 4, 4]
 
@@ -134,7 +136,7 @@ def test_waiting_ends_in_time(start):
     engine = start()
     begin = time.monotonic()
     assert engine.client.wait(0.25) is None
-    assert 0.2 < time.monotonic() - begin < 2
+    assert 0.2 < time.monotonic() - begin < 20
     assert engine.client.wait(0.0) is None
 
 
@@ -165,7 +167,6 @@ def test_commands_are_served_while_a_step_runs(start):
     executor.hold()
     running = submit(engine, "running", 3)
     executor.wait_held()
-    begin = time.monotonic()
     time.sleep(0.01)
     assert client.metrics()["in_flight_us"] >= 10_000
     waiting = submit(engine, "waiting", 3)
@@ -177,12 +178,13 @@ def test_commands_are_served_while_a_step_runs(start):
     place.release()
     doomed = submit(engine, "doomed", 3)
     client.abort(doomed)
-    (delta,) = deltas_of(until_ended(engine, doomed), doomed)
+    batches = until_ended(engine, doomed)
+    assert [batch.iterations for batch in batches] == [0], "a command is no iteration"
+    (delta,) = deltas_of(batches, doomed)
     assert delta.finish_reason == "abort"
     client.abort(running)
     (delta,) = deltas_of(until_ended(engine, running), running)
     assert delta.finish_reason == "abort"
-    assert time.monotonic() - begin < 2
     assert len(executor.steps) == 1
     executor.release()
     batches = until_ended(engine, waiting)
@@ -251,7 +253,7 @@ def test_nothing_spins_when_idle(start):
     time.sleep(0.1)
     cpu, steps = time.process_time(), engine.client.metrics()["iterations"]
     time.sleep(1.0)
-    assert time.process_time() - cpu < 0.05
+    assert time.process_time() - cpu < 0.5, "of one second"
     assert engine.client.metrics()["iterations"] == steps
 
 
@@ -344,6 +346,29 @@ def test_a_wrong_result_is_named_and_fails_the_step(start, spoil, message):
     assert re.search(message.replace("(s)", r"\(s\)"), last.error)
     until_ended(engine, submit(engine, "b", 5))
     assert engine.client.metrics()["failed"] == 1
+
+
+@pytest.mark.parametrize("name", ["query_start_loc", "logits_indices"])
+def test_a_plan_that_was_written_to_fails_the_step(start, name):
+    class Writing(Answering):
+        def execute(self, plan):
+            result = super().execute(plan)
+            if plan.step == 2:
+                getattr(plan, name)[:] = 10**6 if name == "query_start_loc" else -1
+            return result
+
+    engine = start(Writing(replaced(token_ids=np.array([-5], dtype=np.int32))))
+    request_id = submit(engine, "a", 5)
+    last = deltas_of(until_ended(engine, request_id), request_id)[-1]
+    assert "sample 0 belongs to none of the plan's 1 sequences any more" in last.error
+    until_ended(engine, submit(engine, "b", 5))
+    assert engine.client.metrics()["failed"] == 1
+
+
+def test_no_openmp_function_is_no_pool():
+    pool = _core.kernel_pool()
+    assert not _core.use_openmp(0)
+    assert _core.kernel_pool() == pool
 
 
 def test_a_failed_rows_token_is_not_looked_at(start):

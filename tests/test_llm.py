@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 
 from chairlift import (
@@ -10,7 +12,7 @@ from chairlift import (
     InvalidRequestError,
     SamplingParams,
 )
-from chairlift.errors import ConfigError
+from chairlift.errors import ConfigError, TokenizerError
 from chairlift.testing import ScriptedExecutor
 
 
@@ -253,6 +255,56 @@ def test_chat(llm):
     assert [result.outputs[0].text for result in two] == [one[0].outputs[0].text] * 2
 
 
+def test_a_refused_conversation_is_named(llm):
+    good = [{"role": "user", "content": "hello"}]
+
+    class Refusing(type(llm.tokenizer)):
+        def apply_chat_template(self, messages, add_generation_prompt=True, **_kwargs):
+            if messages[0]["role"] == "bad":
+                raise TokenizerError("message 0 is bad", code="bad_chat_messages")
+            return super().apply_chat_template(messages, add_generation_prompt)
+
+    llm._engine.tokenizer = Refusing()
+    bad = [{"role": "bad", "content": "hello"}]
+    with pytest.raises(TokenizerError, match=r"^conversation 1: message 0 is bad$") as caught:
+        llm.chat([good, bad], use_tqdm=False)
+    assert caught.value.code == "bad_chat_messages"
+    with pytest.raises(TokenizerError, match=r"^message 0 is bad$"):
+        llm.chat(bad, use_tqdm=False)
+
+
+def test_chat_template_kwargs(llm):
+    messages = [{"role": "user", "content": "hello"}]
+    further = {"add_generation_prompt": False, "enable_thinking": False}
+    (result,) = llm.chat(messages, tokens(1), use_tqdm=False, chat_template_kwargs=further)
+    assert llm.tokenizer.decode(result.prompt_token_ids) == "user: hello\n"
+    for name in ("messages", "self", 5):
+        with pytest.raises(
+            InvalidRequestError, match=f"chat_template_kwargs must not have {name!r}"
+        ):
+            llm.chat(messages, use_tqdm=False, chat_template_kwargs={name: 1})
+
+
+def test_the_time_per_token_of_several_answers_is_not_told(llm):
+    one, three = generate(llm, ["one", "three"], [tokens(9), tokens(9, n=3)])
+    assert one.stats.tpot > 0
+    assert three.stats.num_output_tokens == 27
+    assert three.stats.tpot is None
+
+
+def test_room_that_the_queue_did_not_have_is_kept():
+    executor = ScriptedExecutor()
+    executor.hold()
+    with make(executor, max_queued_requests=3, max_num_seqs=1) as llm:
+        waiting = deque(llm._prepare(["a"] * 8, tokens(2)))
+        live = {}
+        assert llm._feed(waiting, live, 1) == 0
+        executor.wait_held()
+        assert llm._feed(waiting, live, 5) == 2
+        assert len(live) == 4
+        executor.release()
+
+
 # Refusals: before anything runs, with the numbers, and nothing is left.
 
 
@@ -283,7 +335,12 @@ def test_chat(llm):
         ("a", {"stop": [""]}, InvalidRequestError, "stop string 0 is empty"),
         ("a", {"stop_token_ids": [999]}, InvalidRequestError, "token id 999 in stop_token_ids"),
         ("a", {"logit_bias": {5: 101.0}}, InvalidRequestError, "logit_bias is 101"),
-        ("a", {"logprobs": 300}, InvalidRequestError, "logprobs is 300"),
+        (
+            "a",
+            {"logprobs": 21},
+            InvalidRequestError,
+            "logprobs is 21, .* 20 at most; .* max_logprobs",
+        ),
     ],
 )
 def test_a_bad_prompt_raises_before_anything_runs(executor, prompt, params, error, message):

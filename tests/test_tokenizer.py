@@ -395,6 +395,22 @@ def without_control(text: str) -> list[int]:
 START, END = 1, 2
 
 
+@pytest.mark.parametrize(
+    "role", [f"user{ATTACK}", "user<|im_end|>", "<|im_start|>", "a b", "user\n", "", "<", "é"]
+)
+def test_a_role_cannot_forge_a_role(role: str) -> None:
+    with pytest.raises(TokenizerError, match="message 1 has the role ") as caught:
+        chat(CHATML, ("user", "hello"), (role, "hello"))
+    assert caught.value.code == "bad_chat_messages"
+    assert repr(role[:40])[1:-1] in str(caught.value)
+
+
+def test_a_message_is_a_dictionary() -> None:
+    tokenizer = Tokenizer(byte_level(), chat_template=CHATML)
+    with pytest.raises(TokenizerError, match="message 0 is a str: give a role"):
+        tokenizer.apply_chat_template("hello")
+
+
 @pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
 def test_content_cannot_forge_a_role(role: str) -> None:
     ids = chat(CHATML, (role, ATTACK))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, Self, Unpack
 
 from chairlift import _core
 from chairlift.engine import DEFAULT_MODEL, EngineArgs, EngineOptions, LocalEngine, check_params
-from chairlift.errors import ChairliftError, ConfigError, EngineDeadError
+from chairlift.errors import ChairliftError, ConfigError, EngineDeadError, RequestFailedError
 from chairlift.outputs import (
     Delta,
     PositionLogprobs,
@@ -53,6 +53,7 @@ class _Inbox:
     """Where the loop's callback leaves the news of one request."""
 
     stop_strings: tuple[str, ...]
+    num_answers: int
     answers: dict[int, _Answer] = field(default_factory=dict)
     """By index, the one with the oldest news first."""
     reader: asyncio.Future[None] | None = None
@@ -83,9 +84,10 @@ class _Inbox:
         self.wake()
 
     def wake(self) -> None:
-        """Let the reader look."""
-        if self.reader is not None and not self.reader.done():
-            self.reader.set_result(None)
+        """Let the reader look. One whose loop is closed never will."""
+        reader = self.reader
+        if reader is not None and not reader.done() and not reader.get_loop().is_closed():
+            reader.set_result(None)
 
 
 class DeltaStream:
@@ -250,13 +252,25 @@ class AsyncEngine:
         return self._client.metrics()
 
     async def shutdown(self) -> None:
-        """Stop the engine; idempotent. Live requests end with an ``abort`` delta."""
+        """Stop the engine; idempotent, from any loop.
+
+        Live requests end with an ``abort`` delta, those whose prompt is still being tokenised with
+        :class:`EngineDeadError`.
+        """
         await asyncio.to_thread(self._engine.shutdown)
-        if self._loop is asyncio.get_running_loop():
+        loop = self._loop
+        if loop is None or loop.is_closed() or loop is asyncio.get_running_loop():
+            self._leave()
+        else:
+            loop.call_soon_threadsafe(self._leave)  # the streams' own loop tells them
+
+    def _leave(self) -> None:
+        """Watch no longer, and tell what was said last."""
+        if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._client.fileno())
         self._loop = None
         self._deliver()
-        self._tokenising.shutdown(wait=False, cancel_futures=True)
+        self._tokenising.shutdown(wait=False)  # what is queued there finds the engine ended
 
     async def __aenter__(self) -> Self:
         """Enter a context that ends with :meth:`shutdown`."""
@@ -279,7 +293,7 @@ class AsyncEngine:
             tokens = await self._tokenise(parsed)
             request, seed = self._engine.prepare(parsed, tokens, params)
             core_id = self._client.submit(request, place)
-        inbox = self._inboxes[core_id] = _Inbox(params.stop_strings)
+        inbox = self._inboxes[core_id] = _Inbox(params.stop_strings, params.n)
         return core_id, seed, inbox
 
     async def _tokenise(self, prompt: ParsedPrompt) -> list[int]:
@@ -288,7 +302,13 @@ class AsyncEngine:
         if len(prompt.text) <= _INLINE_CHARACTERS:
             return self.tokenizer.encode(prompt.text)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenising, self.tokenizer.encode, prompt.text)
+        return await loop.run_in_executor(self._tokenising, self._encode, prompt.text)
+
+    def _encode(self, text: str) -> list[int]:
+        reason = self._client.end_reason
+        if reason is not None:
+            raise EngineDeadError(reason)
+        return self.tokenizer.encode(text)
 
     def _abandon(self, core_id: int) -> None:
         """Abort a request whose news nobody reads."""
@@ -313,12 +333,11 @@ class AsyncEngine:
             for delta in batch.deltas():
                 inbox = inboxes.get(delta.request_id)
                 if inbox is not None:
-                    inbox.put(delta, self._engine)
-                    inbox.wake()
+                    self._put(inbox, delta)
             for ended in batch.ended():
                 inbox = inboxes.pop(ended.request_id, None)
                 if inbox is not None:
-                    inbox.stats = RequestStats.from_core(ended)
+                    inbox.stats = RequestStats.from_core(ended, inbox.num_answers)
                     inbox.end()
         reason = self._client.end_reason
         if reason is not None and self._inboxes:
@@ -326,3 +345,17 @@ class AsyncEngine:
             left, self._inboxes = self._inboxes, {}
             for inbox in left.values():
                 inbox.end(EngineDeadError(reason))
+
+    def _put(self, inbox: _Inbox, delta: _core.Delta) -> None:
+        """Leave news in an inbox. What a tokenizer raises there is its request's trouble only."""
+        try:
+            inbox.put(delta, self._engine)
+        except Exception as error:
+            self._abandon(delta.request_id)
+            failed = RequestFailedError(
+                f"the output cannot be told: {type(error).__name__}: {error}"
+            )
+            failed.__cause__ = error
+            inbox.end(failed)
+        else:
+            inbox.wake()

@@ -16,7 +16,8 @@ form one. The guard characters themselves are escaped in the content, so every t
 
 Control tokens are the special ones, and those in brackets that the template names. An assistant's
 message may use the latter (``<think>``, ``<tool_call>``): they are the model's own words. ``role``
-is not guarded (templates build tokens from it): the caller checks roles.
+is not guarded (templates build tokens from it), so only letters, digits, ``_`` and ``-`` may be in
+it; a server that knows its roles restricts it further.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ ESCAPED_GUARD = ESCAPE + "0"
 ESCAPED_ESCAPE = ESCAPE + "1"
 
 Message = Mapping[str, object]
+
+_ROLE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class _TemplateRefusalError(jinja2.TemplateError):
@@ -250,9 +253,16 @@ def _plain_message(index: int, message: Message) -> dict[str, object]:
 
     Many templates crash on a null or print it as ``None``.
     """
+    if not isinstance(message, Mapping):
+        raise _bad_message(index, f"is a {type(message).__name__}: give a role and a content")
     role = message.get("role")
     if not isinstance(role, str):
         raise _bad_message(index, "has no role: give one, for example user")
+    if not _ROLE.fullmatch(role):
+        shown = repr(role) if len(role) <= 80 else f"{role[:77]!r}..."
+        raise _bad_message(
+            index, f"has the role {shown}: only letters, digits, '_' and '-' may be in it"
+        )
     content = message.get("content")
     if content is None:
         content = ""

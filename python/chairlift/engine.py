@@ -13,7 +13,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
 
 from chairlift import _core
@@ -21,6 +21,8 @@ from chairlift.errors import ConfigError, InvalidRequestError
 from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -35,6 +37,9 @@ _DEFAULT_NUM_KV_BLOCKS = 4_096
 _DEFAULT_MAX_MODEL_LEN = 8_192
 _JOIN_TIMEOUT_S = 10.0
 """How long a shutdown waits for the step that is running."""
+_KINDS = {"str": str, "int": int, "bool": bool}
+_POSITIVE = ("kv_cache_memory", "num_threads")
+_LARGEST = {"kv_cache_memory": 2**63 - 1, "seed": 2**63 - 1}
 
 
 class TokenizerLike(Protocol):
@@ -85,6 +90,7 @@ class EngineOptions(TypedDict, total=False):
     max_queued_requests: int
     attention_backend: str
     num_threads: int | None
+    max_logprobs: int
     seed: int
 
 
@@ -126,6 +132,8 @@ class EngineArgs:
     """``cpu`` (the Rust kernel) or ``reference`` (plain PyTorch)."""
     num_threads: int | None = None
     """Threads of the forward pass; None: PyTorch's own choice."""
+    max_logprobs: int = 20
+    """Most candidates per position that a request may ask for."""
     seed: int = 0
     """Where the seeds of requests without one are drawn from."""
 
@@ -165,6 +173,8 @@ class _Parts:
     vocab_size: int
     num_kv_blocks: int
     max_model_len: int
+    eos_token_ids: Sequence[int] = ()
+    """The model's own, beside the tokenizer's."""
 
 
 class LocalEngine:
@@ -177,10 +187,17 @@ class LocalEngine:
             ConfigError: the settings cannot work.
             ModelError: the model cannot be loaded.
         """
+        _check_args(args)
         self.args = args
         parts = _torch_parts(args) if args.executor is None else _given_parts(args, args.executor)
         self.tokenizer = parts.tokenizer
-        self.core = _core.EngineCore(_settings(args, parts), _vocabulary(parts))
+        settings = _settings(
+            args,
+            max_model_len=parts.max_model_len,
+            num_kv_blocks=parts.num_kv_blocks,
+            vocab_size=parts.vocab_size,
+        )
+        self.core = _core.EngineCore(settings, _vocabulary(parts))
         self.client = self.core.client
         self.limits: Mapping[str, int] = self.core.limits
         _say_limits(self.limits)
@@ -203,6 +220,13 @@ class LocalEngine:
         Raises:
             InvalidRequestError: a parameter cannot be used.
         """
+        longest = self.args.max_logprobs
+        if params.logprobs is not None and params.logprobs > longest:
+            raise InvalidRequestError(
+                f"logprobs is {params.logprobs}, but the engine gives {longest} at most; raise its "
+                "option max_logprobs",
+                code="invalid_parameter",
+            )
         seed = params.seed
         if seed is None or seed < 0:
             seed = self._seeds.getrandbits(63)
@@ -225,8 +249,9 @@ def load_executor(spec: str, args: EngineArgs) -> Executor:
     """Make the executor that ``module:Class`` names.
 
     The class's ``from_engine_args(args)`` is called if it has one, else the class without
-    arguments. An executor may say what it needs in the optional attributes ``vocab_size``,
-    ``num_kv_blocks``, ``block_size``, ``max_model_len`` and ``tokenizer``.
+    arguments. An executor may say what it has in the optional attributes ``vocab_size``,
+    ``num_kv_blocks``, ``block_size``, ``max_model_len``, ``max_num_seqs`` and ``tokenizer``; an
+    argument may ask for less than that, not for more.
 
     Raises:
         ConfigError: there is no such class.
@@ -253,6 +278,10 @@ def _given_parts(args: EngineArgs, given: Executor | str) -> _Parts:
         raise ConfigError(
             f"block_size is {args.block_size}, but the executor's is {block_size}; make them equal"
         )
+    for name in ("num_kv_blocks", "max_model_len", "max_num_seqs"):
+        own, wanted = getattr(executor, name, None), getattr(args, name)
+        if own is not None and wanted is not None and wanted > own:
+            raise ConfigError(f"{name} is {wanted}, but the executor has {own}; lower {name}")
     tokenizer = _tokenizer(args, getattr(executor, "tokenizer", None))
     num_kv_blocks, max_model_len = args.num_kv_blocks, args.max_model_len
     if num_kv_blocks is None:
@@ -270,11 +299,18 @@ def _given_parts(args: EngineArgs, given: Executor | str) -> _Parts:
 
 def _torch_parts(args: EngineArgs) -> _Parts:
     """Load the model into the PyTorch executor."""
-    from chairlift.hub import resolve_model  # noqa: PLC0415  # torch is heavy
+    from chairlift.attention import backend_names  # noqa: PLC0415  # torch is heavy
+    from chairlift.hub import resolve_model  # noqa: PLC0415
     from chairlift.tokenizer import Tokenizer  # noqa: PLC0415
     from chairlift.torch_executor import TorchExecutor, TorchExecutorConfig  # noqa: PLC0415
 
+    if args.attention_backend not in backend_names():
+        raise ConfigError(
+            f"attention_backend is {args.attention_backend!r}; known are "
+            f"{', '.join(backend_names())}"
+        )
     directory = resolve_model(args.model, revision=args.revision)
+    _check_kv_memory(args, directory)
     tokenizer = (
         Tokenizer.from_directory(directory)
         if args.tokenizer is None
@@ -299,7 +335,30 @@ def _torch_parts(args: EngineArgs) -> _Parts:
         vocab_size=executor.model_config.vocab_size,
         num_kv_blocks=executor.kv_pool.num_blocks,
         max_model_len=executor.max_model_len,
+        eos_token_ids=executor.model_config.eos_token_ids,
     )
+
+
+def _check_kv_memory(args: EngineArgs, directory: Path) -> None:
+    """Refuse a KV pool that is larger than the memory, before the weights are read."""
+    from chairlift.kv_cache import available_memory, kv_bytes_per_block  # noqa: PLC0415
+    from chairlift.models.config import ModelConfig  # noqa: PLC0415
+    from chairlift.torch_executor import resolve_dtype  # noqa: PLC0415
+
+    if args.num_kv_blocks is not None:
+        config, dtype = ModelConfig.from_directory(directory), resolve_dtype(args.dtype)
+        wanted = args.num_kv_blocks * kv_bytes_per_block(config, args.block_size, dtype)
+        name = "num_kv_blocks"
+    elif args.kv_cache_memory is not None:
+        wanted, name = args.kv_cache_memory, "kv_cache_memory"
+    else:
+        return
+    available = available_memory()
+    if wanted > available:
+        raise ConfigError(
+            f"{name} is {getattr(args, name)}: the KV pool would take {wanted:,} bytes, but "
+            f"{available:,} are available; lower {name}"
+        )
 
 
 def _tokenizer(args: EngineArgs, own: TokenizerLike | None) -> TokenizerLike:
@@ -316,18 +375,53 @@ def _tokenizer(args: EngineArgs, own: TokenizerLike | None) -> TokenizerLike:
     return Tokenizer.from_directory(resolve_model(args.model, revision=args.revision))
 
 
-def _settings(args: EngineArgs, parts: _Parts) -> CoreSettings:
+def _check_args(args: EngineArgs) -> None:
+    """Check everything that is known before a model is loaded.
+
+    Types are those of the fields. Ranges are the core's, which is asked with placeholders for what
+    only the model decides, and asked again when that is known.
+    """
+    for option in fields(args):
+        value = getattr(args, option.name)
+        name, _, optional = str(option.type).partition(" | ")
+        kind = _KINDS.get(name)
+        if kind is None or optional not in ("", "None") or (optional and value is None):
+            continue  # an object: whoever uses it checks it
+        if kind is int:
+            low, high = int(option.name in _POSITIVE), _LARGEST.get(option.name, 2**31 - 1)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ConfigError(
+                    f"{option.name} is {value!r}; it must be an integer from {low} to {high}"
+                )
+        elif not isinstance(value, kind):
+            wanted = "True or False" if kind is bool else "a string"
+            raise ConfigError(f"{option.name} is {value!r}; it must be {wanted}")
+    _core.check_settings(
+        _settings(
+            args,
+            max_model_len=(
+                _DEFAULT_MAX_MODEL_LEN if args.max_model_len is None else args.max_model_len
+            ),
+            num_kv_blocks=2**31 - 1 if args.num_kv_blocks is None else args.num_kv_blocks,
+            vocab_size=1,
+        )
+    )
+
+
+def _settings(
+    args: EngineArgs, *, max_model_len: int, num_kv_blocks: int, vocab_size: int
+) -> CoreSettings:
     settings = CoreSettings(
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
-        max_model_len=parts.max_model_len,
+        max_model_len=max_model_len,
         long_prefill_token_threshold=args.long_prefill_token_threshold,
         block_size=args.block_size,
-        num_kv_blocks=parts.num_kv_blocks,
+        num_kv_blocks=num_kv_blocks,
         enable_prefix_caching=args.enable_prefix_caching,
         watermark_blocks=args.watermark_blocks,
         max_queued_requests=args.max_queued_requests,
-        vocab_size=parts.vocab_size,
+        vocab_size=vocab_size,
     )
     for name in CoreSettings.__slots__:
         value = getattr(settings, name)
@@ -338,9 +432,11 @@ def _settings(args: EngineArgs, parts: _Parts) -> CoreSettings:
 
 def _vocabulary(parts: _Parts) -> CoreVocabulary:
     table = parts.tokenizer.token_table(parts.vocab_size)
-    # A model's vocabulary may be larger than its tokenizer's, not the other way round.
-    eos = [token for token in parts.tokenizer.eos_token_ids if token < parts.vocab_size]
-    return CoreVocabulary(table.bytes, table.offsets, table.special, eos)
+    # Each may know tokens that the other does not: a tokenizer of its own comes without the model's
+    # generation_config.json. A tokenizer must not have more tokens than the model scores.
+    eos = dict.fromkeys([*parts.tokenizer.eos_token_ids, *parts.eos_token_ids])
+    known = [token for token in eos if token < parts.vocab_size]
+    return CoreVocabulary(table.bytes, table.offsets, table.special, known)
 
 
 def _say_limits(limits: Mapping[str, int]) -> None:

@@ -98,19 +98,26 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: lists of ``{"role": ..., "content": ...}``.
 
+        ``chat_template_kwargs`` are further names for the template; ``add_generation_prompt`` among
+        them wins over the argument.
+
         Raises:
-            TokenizerError: the model has no chat template, or it refuses the messages.
-            InvalidRequestError: as :meth:`generate`.
+            TokenizerError: the model has no chat template, or it refuses the messages; says which
+                conversation.
+            InvalidRequestError: as :meth:`generate`, or ``chat_template_kwargs`` cannot be used.
             EngineDeadError: the engine has ended.
         """
+        options = _template_options(add_generation_prompt, chat_template_kwargs)
         one = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if one else messages
-        prompts = [
-            self.tokenizer.apply_chat_template(
-                conversation, add_generation_prompt, **dict(chat_template_kwargs or {})
-            )
-            for conversation in conversations
-        ]
+        prompts: list[Prompt] = []
+        for index, conversation in enumerate(conversations):
+            try:
+                prompts.append(self.tokenizer.apply_chat_template(conversation, **options))
+            except ChairliftError as error:
+                if not one:
+                    error.args = (f"conversation {index}: {error}",)
+                raise
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def metrics(self) -> dict[str, int]:
@@ -190,7 +197,8 @@ class LLM:
         live: dict[int, _Pending] = {}
         with tqdm(total=len(pending), desc="requests", disable=not use_tqdm) as progress:
             try:
-                self._feed(waiting, live, len(waiting))
+                self._feed(waiting, live, len(waiting))  # what is refused waits for an iteration
+                room = 0
                 while live:
                     # As long as prompts wait outside, every iteration may make room; later only
                     # ends are of interest.
@@ -198,7 +206,7 @@ class LLM:
                     if batch is None:
                         continue
                     progress.update(self._collect(batch, live))
-                    self._feed(waiting, live, len(batch.scheduled()))
+                    room = self._feed(waiting, live, room + len(batch.scheduled()))
             except BaseException:
                 # Also what was submitted a moment ago and is not in ``live`` yet.
                 client.abort_all()
@@ -208,8 +216,8 @@ class LLM:
                 raise entry.output.error
         return [entry.output for entry in pending]
 
-    def _feed(self, waiting: deque[_Pending], live: dict[int, _Pending], room: int) -> None:
-        """Submit up to ``room`` requests, or until the queue is full."""
+    def _feed(self, waiting: deque[_Pending], live: dict[int, _Pending], room: int) -> int:
+        """Submit up to ``room`` requests, or until the queue is full; returns the room left."""
         client = self._engine.client
         while waiting and room > 0:
             chunk = [waiting[index] for index in range(min(len(waiting), room, _FEED_CHUNK))]
@@ -222,6 +230,7 @@ class LLM:
         if waiting and not live:
             # Somebody else fills the queue: say so instead of waiting for nothing.
             live[client.submit(waiting[0].request)] = waiting.popleft()
+        return room
 
     def _collect(self, batch: _core.OutputBatch, live: dict[int, _Pending]) -> int:
         """Append what a batch says to the results; returns how many requests ended."""
@@ -247,6 +256,25 @@ class LLM:
             entry = live.pop(ended.request_id, None)
             if entry is not None:
                 entry.output.finished = True
-                entry.output.stats = RequestStats.from_core(ended)
+                entry.output.stats = RequestStats.from_core(ended, entry.params.n)
                 num_ended += 1
         return num_ended
+
+
+def _template_options(
+    add_generation_prompt: bool, further: Mapping[str, object] | None
+) -> dict[str, Any]:
+    """Keyword arguments for a chat template.
+
+    Raises:
+        InvalidRequestError: a name is not text, or is an argument's own.
+    """
+    options: dict[Any, Any] = {"add_generation_prompt": add_generation_prompt}
+    options |= further or {}
+    for name in options:
+        if not isinstance(name, str) or name in ("self", "messages"):
+            raise InvalidRequestError(
+                f"chat_template_kwargs must not have {name!r}; its keys are names of the template",
+                code="invalid_parameter",
+            )
+    return options

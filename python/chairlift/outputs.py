@@ -42,9 +42,11 @@ class RequestStats:
     num_output_tokens: int
     """Of all answers; a token that ended one counts."""
     num_preemptions: int
+    num_answers: int = 1
+    """The request's ``n``."""
 
     @classmethod
-    def from_core(cls, ended: _core.Ended) -> RequestStats:
+    def from_core(cls, ended: _core.Ended, num_answers: int) -> RequestStats:
         """Copy what the core says."""
         return cls(
             arrival_time=ended.arrival_time,
@@ -55,6 +57,7 @@ class RequestStats:
             num_cached_tokens=ended.num_cached_tokens,
             num_output_tokens=ended.num_output_tokens,
             num_preemptions=ended.num_preemptions,
+            num_answers=num_answers,
         )
 
     @property
@@ -69,8 +72,12 @@ class RequestStats:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds between output tokens, all answers' taken together."""
-        if self.first_token_time is None or self.num_output_tokens < 2:
+        """Mean seconds between output tokens.
+
+        None for fewer than two, and for several answers: their tokens come side by side, so that
+        the times of the request say nothing about the gaps of one answer.
+        """
+        if self.num_answers != 1 or self.first_token_time is None or self.num_output_tokens < 2:
             return None
         return (self.finished_time - self.first_token_time) / (self.num_output_tokens - 1)
 

@@ -125,6 +125,8 @@ class ScriptedExecutor(BlockingExecutor):
 
     A request's script is the one whose *header* is the longest that its history begins with;
     without one it gets :attr:`default`. A header is text (its bytes) or a tuple of token ids.
+    Of the sampling parameters only ``seed`` and ``logprobs`` reach it: it ignores temperature and
+    cuts, ``logit_bias``, penalties, and the tokens that ``min_tokens`` suppresses.
     """
 
     scripts: Mapping[str | tuple[int, ...], Script] = field(default_factory=dict)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from chairlift.errors import ChairliftError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -22,8 +24,10 @@ MODEL_DTYPES = (torch.float32, torch.bfloat16)
 """Types that activations, norm weights and caches may have."""
 
 
-class AttentionError(ValueError):
+class AttentionError(ChairliftError, ValueError):
     """An argument of an attention call does not fit: its type, its shape or its capacity."""
+
+    code = "invalid_attention"
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -15,6 +16,8 @@ from chairlift.errors import ChairliftError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 after an error, 130 after Ctrl-C."""
     args = _parser().parse_args(argv)
+    if getattr(args, "executor", None) is not None and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a script's own directory is there instead
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         status: int = args.run(args)

@@ -44,6 +44,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     flag("--max-queued-requests", type=int, metavar="N", help="most requests that wait")
     flag("--attention-backend", choices=["cpu", "reference"], help="attention kernels")
     flag("--num-threads", type=int, metavar="N", help="threads of the forward pass")
+    flag("--max-logprobs", type=int, metavar="N", help="most log-probabilities per position")
     flag("--executor", metavar="MODULE:CLASS", help="an executor of your own")
     group.add_argument(
         "--model",

@@ -18,6 +18,7 @@ import torch
 
 from chairlift import _core
 from chairlift.attention.threads import share_openmp_pool
+from chairlift.errors import ChairliftError
 from chairlift.executor import SampleLogprobs
 
 if TYPE_CHECKING:
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
 __all__ = ["Sampler", "SamplerError", "SamplerOutput"]
 
 
-class SamplerError(ValueError):
-    """Logits, row resets or samples that do not fit the sampler or each other."""
+class SamplerError(ChairliftError, ValueError):
+    """Sizes, logits, row resets or samples that do not fit the sampler or each other."""
+
+    code = "invalid_sampling"
 
 
 class SamplerOutput(NamedTuple):
@@ -47,9 +50,12 @@ class Sampler:
     """Samples tokens for rows that keep their parameters and history between steps."""
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:
-        """Start with ``max_rows`` greedy rows."""
+        """Start with ``max_rows`` greedy rows; :class:`SamplerError` if there can be none."""
         share_openmp_pool()
-        self._sampler = _core.Sampler(max_rows, vocab_size)
+        try:
+            self._sampler = _core.Sampler(max_rows, vocab_size)
+        except (ValueError, OverflowError) as error:
+            raise SamplerError(str(error)) from None
         self._vocab_size = vocab_size
 
     def reset(self, resets: RowResets) -> None:

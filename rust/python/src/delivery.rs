@@ -21,7 +21,7 @@ pub struct Delivery {
     pub batch: OutputBatch,
     /// Why requests failed: ranges of `batch.events`, with the message for those in it.
     pub failures: Vec<(Range<usize>, Arc<str>)>,
-    /// Iterations that were merged.
+    /// Iterations that were merged; 0 for what commands alone brought about.
     pub iterations: u64,
 }
 

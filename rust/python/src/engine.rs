@@ -89,7 +89,7 @@ impl EngineCore {
     fn new(settings: &Bound<'_, PyAny>, vocabulary: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = settings.py();
         let settings: Settings = settings.extract::<SettingsView>()?.into();
-        let limits = Arc::new(settings.validate().map_err(|error| config_error(&error))?);
+        let limits = Arc::new(validate(&settings)?);
         let vocabulary = read_vocabulary(py, vocabulary.extract()?)?;
         let eos_token_ids = vocabulary.eos_token_ids.clone();
         let outbox = Arc::new(Outbox::new()?);
@@ -199,6 +199,16 @@ impl Drop for EngineCore {
         // Nobody can use the engine any more; the threads end by themselves.
         let _ = self.commands.send(Command::Shutdown);
     }
+}
+
+/// Raises what starting an engine with these settings would raise, without starting one.
+#[pyfunction]
+pub fn check_settings(settings: &Bound<'_, PyAny>) -> PyResult<()> {
+    validate(&settings.extract::<SettingsView>()?.into()).map(drop)
+}
+
+fn validate(settings: &Settings) -> PyResult<Limits> {
+    settings.validate().map_err(|error| config_error(&error))
 }
 
 /// Starts the thread, and waits until the core is made on it.

@@ -216,11 +216,11 @@ pub fn silu_and_mul(
 }
 
 /// Runs the kernels' parallel regions on the OpenMP pool behind this `GOMP_parallel`; false when a
-/// pool has been chosen before.
+/// pool has been chosen before, or the address is 0.
 #[pyfunction]
 pub fn use_openmp(gomp_parallel: usize) -> bool {
     // SAFETY: `chairlift.attention.threads` passes the symbol of a library that torch keeps loaded.
-    unsafe { parallel::use_openmp(gomp_parallel) }
+    gomp_parallel != 0 && unsafe { parallel::use_openmp(gomp_parallel) }
 }
 
 /// Holds the kernels to an instruction set: "best", "avx2" or "scalar"; for tests.

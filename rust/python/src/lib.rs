@@ -33,7 +33,7 @@ mod _core {
     #[pymodule_export]
     use crate::client::{EngineClient, Reservation};
     #[pymodule_export]
-    use crate::engine::EngineCore;
+    use crate::engine::{EngineCore, check_settings};
     #[pymodule_export]
     use crate::kernels::{
         AttentionBatch, AttentionLayer, add_rms_norm, attention_forward, kernel_pool,

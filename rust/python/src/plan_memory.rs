@@ -113,8 +113,9 @@ impl PlanArray {
         clippy::needless_pass_by_value,
         reason = "the buffer protocol's signature"
     )]
-    /// Exports the memory as plain bytes. It is writable because torch warns about memory that is not;
-    /// the executor protocol says that it must not be written, and nothing reads it back.
+    /// Exports the memory as plain bytes. It is writable because torch warns about memory that is not.
+    /// The executor protocol says that it must not be written; whatever reads it after a step
+    /// (`step_result.rs`) takes it for foreign data.
     unsafe fn __getbuffer__(
         slf: Bound<'_, Self>,
         view: *mut ffi::Py_buffer,

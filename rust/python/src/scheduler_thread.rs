@@ -235,6 +235,8 @@ impl Scheduler {
     fn landed(&mut self, step: u64) -> Option<()> {
         let flight = self.in_flight.take_if(|flight| flight.step == step)?;
         self.stats.steps += 1;
+        // One that has nothing to say is counted with the next that has.
+        self.delivery.iterations += 1;
         self.stats.step_us += flight.since.elapsed().as_micros() as u64;
         Some(())
     }
@@ -297,7 +299,6 @@ impl Scheduler {
             return;
         }
         std::mem::swap(outputs, &mut self.delivery.batch);
-        self.delivery.iterations = 1;
         if let Some(message) = failure {
             let all = 0..self.delivery.batch.events.len();
             self.delivery.failures.push((all, message));

@@ -50,13 +50,11 @@ impl ResultReader {
         )?;
         out.token_ids.clear();
         for (sample, &token) in self.tokens.iter().enumerate() {
-            match in_vocabulary(token, vocab_size) {
-                Some(id) => out.token_ids.push(id),
-                None if out.statuses[sequence_of(plan, sample)] != STATUS_OK => {
-                    out.token_ids.push(0); // the core does not read it
-                }
+            out.token_ids.push(match in_vocabulary(token, vocab_size) {
+                Some(id) => id,
+                None if status_of(plan, sample, &out.statuses)? != STATUS_OK => 0, // never read
                 None => return Err(outside("token_ids", token, vocab_size)),
-            }
+            });
         }
         out.token_offsets.clear();
         out.token_offsets.extend(0..=samples as u32);
@@ -181,12 +179,23 @@ fn in_vocabulary(token: i32, vocab_size: u32) -> Option<u32> {
     u32::try_from(token).ok().filter(|&id| id < vocab_size)
 }
 
-/// The sequence that a sample scores.
-fn sequence_of(plan: &StepPlan, sample: usize) -> usize {
-    let token = plan.logits_indices[sample];
-    plan.query_start_loc
-        .partition_point(|&start| start <= token)
-        - 1
+/// The status of the sequence that a sample scores. The plan lay open to the executor, so it may hold
+/// anything by now.
+fn status_of(plan: &StepPlan, sample: usize, statuses: &[u8]) -> PyResult<u8> {
+    let sequence = plan.logits_indices.get(sample).and_then(|&token| {
+        let begun = plan
+            .query_start_loc
+            .partition_point(|&start| start <= token);
+        begun.checked_sub(1)
+    });
+    let status = sequence.and_then(|sequence| statuses.get(sequence));
+    status.copied().ok_or_else(|| {
+        PyValueError::new_err(format!(
+            "sample {sample} belongs to none of the plan's {} sequences any more: an executor must \
+             not write to the arrays of its plan",
+            statuses.len()
+        ))
+    })
 }
 
 fn outside(name: &str, token: i32, vocab_size: u32) -> PyErr {

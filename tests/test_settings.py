@@ -1,0 +1,127 @@
+"""Engine options: what cannot work is a ``ConfigError`` before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from chairlift import LLM, AsyncEngine, SamplingParams
+from chairlift.attention import AttentionError, AttentionParams
+from chairlift.engine import EngineArgs, LocalEngine
+from chairlift.errors import ChairliftError, ConfigError, InvalidRequestError
+from chairlift.sampler import Sampler, SamplerError
+from chairlift.testing import ByteTokenizer, ScriptedExecutor
+
+NOWHERE = "/no/such/model"
+"""Looking for it would be a ModelNotFoundError."""
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("max_num_seqs", -1, "max_num_seqs is -1"),
+        ("max_num_seqs", 0, "max_num_seqs is 0"),
+        ("max_num_seqs", 5_000, r"max_num_seqs \(5000\) is above max_num_batched_tokens \(2048\)"),
+        ("max_num_seqs", True, "max_num_seqs is True"),
+        ("max_num_batched_tokens", "many", "max_num_batched_tokens is 'many'"),
+        ("max_model_len", 0, "max_model_len is 0"),
+        ("max_model_len", 2**31, f"max_model_len is {2**31}"),
+        ("long_prefill_token_threshold", 0, "long_prefill_token_threshold is 0"),
+        ("block_size", 0, "block_size is 0"),
+        ("block_size", "16", "block_size is '16'; it must be an integer"),
+        ("block_size", None, "block_size is None"),
+        ("num_kv_blocks", 0, "num_kv_blocks is 0"),
+        ("num_kv_blocks", -5, "num_kv_blocks is -5"),
+        ("num_kv_blocks", 10.0, "num_kv_blocks is 10.0"),
+        ("kv_cache_memory", 0, "kv_cache_memory is 0; it must be an integer from 1"),
+        ("kv_cache_memory", "4G", "kv_cache_memory is '4G'"),
+        ("enable_prefix_caching", 1, "enable_prefix_caching is 1; it must be True or False"),
+        ("watermark_blocks", -1, "watermark_blocks is -1"),
+        ("max_queued_requests", 0, "max_queued_requests is 0"),
+        ("attention_backend", "magic", "attention_backend is 'magic'; known are cpu, reference"),
+        ("attention_backend", None, "attention_backend is None; it must be a string"),
+        ("num_threads", 0, "num_threads is 0"),
+        ("max_logprobs", -1, "max_logprobs is -1"),
+        ("seed", None, "seed is None"),
+        ("dtype", 32, "dtype is 32; it must be a string"),
+        ("revision", 1, "revision is 1; it must be a string"),
+    ],
+)
+@pytest.mark.parametrize("engine", [LLM, AsyncEngine])
+def test_an_option_is_refused_before_the_model_is_looked_for(engine, option, value, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        engine(NOWHERE, **{option: value})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("option", [{"num_kv_blocks": 10**9}, {"kv_cache_memory": 2**50}])
+def test_a_pool_beyond_the_memory_is_refused_before_the_weights_are_read(tmp_path, option):
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": 300,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"the KV pool would take [\d,]+ bytes, but [\d,]+ are"):
+        LLM(str(tmp_path), **option)
+
+
+def test_errors_of_the_parts_are_chairlifts():
+    with pytest.raises(AttentionError, match="head_dim 7") as attention:
+        AttentionParams(1, 1, 7, 1.0, None)
+    with pytest.raises(SamplerError) as sampler:
+        Sampler(-1, 100)
+    for caught in (attention.value, sampler.value):
+        assert isinstance(caught, ChairliftError)
+        assert isinstance(caught, ValueError)
+        assert caught.code != ChairliftError.code
+
+
+@pytest.mark.parametrize(
+    ("option", "own", "wanted"),
+    [("num_kv_blocks", 64, 65), ("max_model_len", 100, 101), ("max_num_seqs", 4, 5)],
+)
+def test_an_argument_above_the_executors_own_is_refused(option, own, wanted):
+    executor = ScriptedExecutor(num_kv_blocks=64)
+    executor.max_model_len, executor.max_num_seqs = 100, 4
+    options = {"max_num_seqs": 4}
+    with pytest.raises(ConfigError, match=f"{option} is {wanted}, but the executor has {own}"):
+        LLM(executor=executor, **(options | {option: wanted}))
+    for fits in (own, own - 1):
+        with LLM(executor=executor, **(options | {option: fits})) as llm:
+            assert llm.limits[option] == fits
+
+
+def test_end_tokens_are_the_tokenizers_and_the_models(monkeypatch, tmp_path):
+    """A tokenizer of its own has no generation_config.json beside it."""
+
+    class Model(ScriptedExecutor):
+        def __init__(self, _config):
+            super().__init__(default=lambda sample: 97 + sample.output_index)
+            self.model_config = SimpleNamespace(vocab_size=258, eos_token_ids=(99, 257, 5_000))
+            self.kv_pool = SimpleNamespace(num_blocks=512)
+            self.max_model_len = 512
+
+    monkeypatch.setattr("chairlift.torch_executor.TorchExecutor", Model)
+    with LLM(str(tmp_path), tokenizer=ByteTokenizer()) as llm:
+        (result,) = llm.generate("x", SamplingParams(max_tokens=9), use_tqdm=False)
+    assert result.outputs[0].token_ids == [97, 98, 99]
+    assert result.outputs[0].finish_reason == "stop"
+
+
+def test_max_logprobs_is_an_option():
+    engine = LocalEngine(EngineArgs(executor=ScriptedExecutor(), max_logprobs=3))
+    engine.shutdown()
+    prompt = SimpleNamespace(cache_salt=None)
+    engine.prepare(prompt, [1], SamplingParams(logprobs=3))
+    with pytest.raises(InvalidRequestError, match="logprobs is 4, but the engine gives 3"):
+        engine.prepare(prompt, [1], SamplingParams(logprobs=4))
