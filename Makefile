@@ -45,7 +45,9 @@ bench: $(STAMPS)/installed ## Scheduler benches (criterion) and boundary benches
 	$(BIN)/python -m pytest benches --benchmark-only
 
 wheel: $(STAMPS)/installed ## One abi3 wheel for CPython 3.11 and newer, in dist/
+	rm -rf dist
 	$(BIN)/maturin build --release --out dist
+	$(BIN)/python tests/check_wheel.py dist/*.whl
 
 clean: ## Remove what make made (the model cache stays)
 	rm -rf $(VENV) target dist

@@ -341,7 +341,8 @@ def _torch_parts(args: EngineArgs) -> _Parts:
 
 def _check_kv_memory(args: EngineArgs, directory: Path) -> None:
     """Refuse a KV pool that is larger than the memory, before the weights are read."""
-    from chairlift.kv_cache import available_memory, kv_bytes_per_block  # noqa: PLC0415
+    from chairlift.host_memory import available_memory  # noqa: PLC0415
+    from chairlift.kv_cache import kv_bytes_per_block  # noqa: PLC0415
     from chairlift.models.config import ModelConfig  # noqa: PLC0415
     from chairlift.torch_executor import resolve_dtype  # noqa: PLC0415
 
