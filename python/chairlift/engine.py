@@ -34,6 +34,8 @@ logger = logging.getLogger("chairlift")
 
 DEFAULT_MODEL = "smollm2-135m"
 _DEFAULT_NUM_KV_BLOCKS = 4_096
+_MOST_KV_BLOCKS = 2**26
+"""The core's MAX_KV_BLOCKS: what stands for a pool whose size is not known yet."""
 _DEFAULT_MAX_MODEL_LEN = 8_192
 _JOIN_TIMEOUT_S = 10.0
 """How long a shutdown waits for the step that is running."""
@@ -403,7 +405,7 @@ def _check_args(args: EngineArgs) -> None:
             max_model_len=(
                 _DEFAULT_MAX_MODEL_LEN if args.max_model_len is None else args.max_model_len
             ),
-            num_kv_blocks=2**31 - 1 if args.num_kv_blocks is None else args.num_kv_blocks,
+            num_kv_blocks=_MOST_KV_BLOCKS if args.num_kv_blocks is None else args.num_kv_blocks,
             vocab_size=1,
         )
     )
