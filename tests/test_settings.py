@@ -56,7 +56,7 @@ def test_an_option_is_refused_before_the_model_is_looked_for(engine, option, val
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("option", [{"num_kv_blocks": 10**9}, {"kv_cache_memory": 2**50}])
+@pytest.mark.parametrize("option", [{"num_kv_blocks": 60_000_000}, {"kv_cache_memory": 2**50}])
 def test_a_pool_beyond_the_memory_is_refused_before_the_weights_are_read(tmp_path, option):
     config = {
         "model_type": "llama",
