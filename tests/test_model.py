@@ -78,30 +78,47 @@ def test_logits_of_the_default_model_agree_with_transformers(executor, original_
         assert (got - wanted).abs().max() <= 1e-3
 
 
-def test_greedy_tokens_of_the_default_model_agree_with_transformers(
-    executor, original_model, prompt_ids
-):
-    assert len(PROMPTS) == 20
-    assert sum(len(ids) > 600 for ids in prompt_ids) == len(LONG_PROMPTS) == 3
-    outputs = generate(executor, prompt_ids, max_tokens=64, block_size=BLOCK)
-    for prompt, ids, output in zip(PROMPTS, prompt_ids, outputs, strict=True):
-        assert len(output) == 64
-        assert_greedy(original_model, ids, output, repr(prompt[:30]))
+def generate_with_transformers(model, prompt, max_tokens):
+    """Return greedy tokens and the logits ``[max_tokens, vocab]`` that each was chosen from."""
+    result = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        generation_config=transformers.GenerationConfig(
+            do_sample=False,
+            use_cache=True,
+            max_new_tokens=max_tokens,
+            eos_token_id=model.config.vocab_size,  # none, so that every output has its full length
+            pad_token_id=2,
+            output_logits=True,
+            return_dict_in_generate=True,
+        ),
+    )
+    return result.sequences[0, len(prompt) :].tolist(), torch.cat(result.logits)
 
 
 def test_greedy_tokens_are_those_of_transformers_generate(executor, original_model, prompt_ids):
-    """The same without teacher forcing, for two prompts: it takes far longer."""
-    ids = prompt_ids[3:5]
-    outputs = generate(executor, ids, max_tokens=24, block_size=BLOCK)
-    for prompt, output in zip(ids, outputs, strict=True):
-        wanted = original_model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            generation_config=transformers.GenerationConfig(
-                do_sample=False, max_new_tokens=24, min_new_tokens=24, pad_token_id=2
-            ),
+    """All 64 tokens of all 20 prompts.
+
+    One prompt may part from transformers, where rounding decides: at logits within ``CLOSE``.
+    """
+    assert len(PROMPTS) == 20
+    assert sum(len(ids) > 600 for ids in prompt_ids) == len(LONG_PROMPTS) == 3
+    outputs = generate(executor, prompt_ids, max_tokens=64, block_size=BLOCK)
+    parted = 0
+    for prompt, ids, output in zip(PROMPTS, prompt_ids, outputs, strict=True):
+        wanted, logits = generate_with_transformers(original_model, ids, 64)
+        assert len(output) == len(wanted) == 64
+        if output == wanted:
+            continue
+        parted += 1
+        at = next(i for i in range(64) if output[i] != wanted[i])
+        best, second = logits[at].topk(2).values.tolist()
+        print(
+            f"{prompt[:30]!r} parts at token {at}, where the two best are {best - second:.1e} apart"
         )
-        assert output == wanted[0, len(prompt) :].tolist()
+        assert best - second <= CLOSE
+        assert logits[at, output[at]] == second
+    assert parted <= 1
 
 
 def test_the_default_model_continues_as_it_should(executor, tokenizer):

@@ -103,6 +103,10 @@ def assert_same(got: list[list[int]], alone: list[list[int]], monkeypatch) -> No
     assert len(parted) <= 1
 
 
+def mean_batch(metrics: dict[str, int]) -> float:
+    return metrics["scheduled_sequences"] / metrics["iterations"]
+
+
 CONFIGURATIONS = {
     "at once": {},
     "chunks of 16": {"long_prefill_token_threshold": 16},
@@ -117,7 +121,7 @@ def test_batched(options, alone, monkeypatch):
     with LLM(MODEL, **(OPTIONS | options)) as llm:
         assert_same(run(llm, requests()), alone, monkeypatch)
         metrics = llm.metrics()
-    assert metrics["scheduled_sequences"] / metrics["iterations"] > 10, "they ran together"
+    assert mean_batch(metrics) > 10, "they ran together"
     # The sampled half finds the prompts of the greedy half only if those were computed before.
     assert options.get("enable_prefix_caching", True) or metrics["cached_tokens"] == 0
 
@@ -141,7 +145,7 @@ def test_preempted(alone, monkeypatch):
 def test_staggered(alone, monkeypatch):
     """Each request is sent when the one before it has told its third token."""
 
-    async def main() -> list[list[int]]:
+    async def main() -> tuple[list[list[int]], dict[str, int]]:
         engine = AsyncEngine(MODEL, **OPTIONS)
         outputs: list[list[int]] = [[] for _ in alone]
         started = [asyncio.Event() for _ in range(len(alone) + 1)]
@@ -154,9 +158,12 @@ def test_staggered(alone, monkeypatch):
                 if len(outputs[index]) >= 3:
                     started[index + 1].set()
 
-        async with engine, asyncio.TaskGroup() as tasks:
-            for index, request in enumerate(requests()):
-                tasks.create_task(one(index, request))
-        return outputs
+        async with engine:
+            async with asyncio.TaskGroup() as tasks:
+                for index, request in enumerate(requests()):
+                    tasks.create_task(one(index, request))
+            return outputs, engine.metrics()
 
-    assert_same(asyncio.run(main()), alone, monkeypatch)
+    outputs, metrics = asyncio.run(main())
+    assert_same(outputs, alone, monkeypatch)
+    assert 2 < mean_batch(metrics) < 20, "they overlapped, but not all of them"
