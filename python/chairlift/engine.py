@@ -13,6 +13,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
 
@@ -191,27 +192,25 @@ class LocalEngine:
         """
         _check_args(args)
         self.args = args
-        parts = _torch_parts(args) if args.executor is None else _given_parts(args, args.executor)
-        self.tokenizer = parts.tokenizer
-        settings = _settings(
-            args,
-            max_model_len=parts.max_model_len,
-            num_kv_blocks=parts.num_kv_blocks,
-            vocab_size=parts.vocab_size,
-        )
-        self.core = _core.EngineCore(settings, _vocabulary(parts))
+        self._thread = _ExecutorThread(args)
+        try:
+            parts = self._thread.parts()
+            self.tokenizer = parts.tokenizer
+            settings = _settings(
+                args,
+                max_model_len=parts.max_model_len,
+                num_kv_blocks=parts.num_kv_blocks,
+                vocab_size=parts.vocab_size,
+            )
+            self.core = _core.EngineCore(settings, _vocabulary(parts))
+        except BaseException:
+            self._thread.run_steps(None)
+            raise
         self.client = self.core.client
         self.limits: Mapping[str, int] = self.core.limits
         _say_limits(self.limits)
         self._seeds = random.Random(args.seed)
-        # The thread knows the core and the executor, not this object: dropping it ends the thread.
-        self._thread = threading.Thread(
-            target=_run_executor,
-            args=(self.core, parts.executor),
-            name="chairlift-executor",
-            daemon=True,
-        )
-        self._thread.start()
+        self._thread.run_steps(self.core)
         self._finalizer = weakref.finalize(self, _stop, self.core, self._thread)
 
     def prepare(
@@ -455,12 +454,50 @@ def _say_limits(limits: Mapping[str, int]) -> None:
         )
 
 
-def _run_executor(core: _core.EngineCore, executor: Executor) -> None:
-    """Spend the executor thread's life. What ends it ends the engine, and is said once."""
-    try:
-        core.run_executor(executor)
-    except BaseException:
-        logger.critical("the executor thread has died, and the engine with it", exc_info=True)
+class _ExecutorThread(threading.Thread):
+    """Makes the executor and then runs its steps, all on one thread.
+
+    OpenMP gives every thread that computes a team of workers, and lets them wait by spinning only
+    as long as all teams together fit the cores. A model that was loaded on another thread would
+    leave a second team behind, and every parallel region of a step would pay for a wake-up: measured
+    on two cores, 30 instead of 18 ms for a step of one sequence.
+
+    The thread knows the core and the executor, not the engine: dropping the engine ends it.
+    """
+
+    def __init__(self, args: EngineArgs) -> None:
+        super().__init__(name="chairlift-executor", daemon=True)
+        self._args = args
+        self._parts: Future[_Parts] = Future()
+        self._core: Future[_core.EngineCore | None] = Future()
+        self.start()
+
+    def parts(self) -> _Parts:
+        """Wait for the executor; raises what making it raised."""
+        return self._parts.result()
+
+    def run_steps(self, core: _core.EngineCore | None) -> None:
+        """Let the thread spend its life on the core's steps; None ends it."""
+        self._core.set_result(core)
+
+    def run(self) -> None:
+        """Make the executor, wait for the core, run; what ends that ends the engine, and is said."""
+        args = self._args
+        try:
+            parts = (
+                _torch_parts(args) if args.executor is None else _given_parts(args, args.executor)
+            )
+        except BaseException as error:
+            self._parts.set_exception(error)
+            return
+        self._parts.set_result(parts)
+        core = self._core.result()
+        if core is None:
+            return
+        try:
+            core.run_executor(parts.executor)
+        except BaseException:
+            logger.critical("the executor thread has died, and the engine with it", exc_info=True)
 
 
 def _stop(core: _core.EngineCore, thread: threading.Thread) -> None:
