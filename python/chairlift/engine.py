@@ -459,8 +459,8 @@ class _ExecutorThread(threading.Thread):
 
     OpenMP gives every thread that computes a team of workers, and lets them wait by spinning only
     as long as all teams together fit the cores. A model that was loaded on another thread would
-    leave a second team behind, and every parallel region of a step would pay for a wake-up: measured
-    on two cores, 30 instead of 18 ms for a step of one sequence.
+    leave a second team behind, and every parallel region of a step would pay for a wake-up:
+    measured on two cores, 30 instead of 18 ms for a step of one sequence.
 
     The thread knows the core and the executor, not the engine: dropping the engine ends it.
     """
@@ -481,7 +481,7 @@ class _ExecutorThread(threading.Thread):
         self._core.set_result(core)
 
     def run(self) -> None:
-        """Make the executor, wait for the core, run; what ends that ends the engine, and is said."""
+        """Make the executor, wait for the core, run; what ends that ends the engine."""
         args = self._args
         try:
             parts = (
