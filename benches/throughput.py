@@ -22,9 +22,8 @@ from typing import Any, ClassVar
 
 from chairlift import LLM, SamplingParams
 from chairlift.engine import DEFAULT_MODEL
-from chairlift.hub import resolve_model
 from chairlift.models import llama
-from chairlift.torch_executor import TorchExecutor, TorchExecutorConfig
+from chairlift.torch_executor import TorchExecutor
 
 Request = tuple[list[int], int]
 """Prompt token ids and the number of output tokens."""
@@ -109,25 +108,21 @@ def instrument(executor: TorchExecutor) -> None:
 
 def profile(args: argparse.Namespace) -> None:
     """Print where the time of an iteration goes while 32 sequences decode."""
-    directory = resolve_model(args.model)
-    config = TorchExecutorConfig(directory, dtype=args.dtype, max_num_seqs=32, max_model_len=2_048)
-    executor = TorchExecutor(config)
-    blocks = executor.kv_pool.num_blocks
     rng = random.Random(0)
     requests = [(rng.choices(_VOCABULARY, k=128), 129) for _ in range(32)]
     with LLM(
-        executor=executor,
-        tokenizer=str(directory),
+        args.model,
+        dtype=args.dtype,
         max_num_seqs=32,
         max_model_len=2_048,
-        num_kv_blocks=blocks,
         max_num_batched_tokens=4_096,
     ) as llm:
+        executor = llm._engine._thread.parts().executor
         measure(llm, requests)  # from now on the prompts are in the prefix cache: all but decodes
         instrument(executor)
         before = llm.metrics()
         start = time.perf_counter()
-        measure(llm, [(prompt, tokens) for prompt, tokens in requests])
+        measure(llm, requests)
         wall = time.perf_counter() - start
         after = llm.metrics()
     iterations = after["iterations"] - before["iterations"]
