@@ -83,7 +83,8 @@ class StepPlan:
     slot_mapping: Int64Array
     """[T] KV slot each token's K and V go to: ``block * block_size + position % block_size``."""
     block_table_offsets: Int32Array
-    """[N + 1] where each sequence's block ids begin in ``block_ids``."""
+    """[G * N + 1] where each sequence's block ids begin in ``block_ids``, for each of ``G`` KV
+    groups in turn; there is one group."""
     block_ids: Int32Array
     """[B] the block tables, complete, one after the other."""
     logits_indices: Int32Array

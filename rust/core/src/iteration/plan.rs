@@ -37,7 +37,8 @@ pub struct StepPlan {
     pub positions: Vec<i32>,
     /// `[T]` KV slot: block * `block_size` + position % `block_size`.
     pub slot_mapping: Vec<i64>,
-    /// `[N + 1]` where each sequence's blocks begin.
+    /// `[G * N + 1]` where each sequence's blocks begin, for each of `G` KV groups in turn; there is
+    /// one group.
     pub block_table_offsets: Vec<i32>,
     /// `[B]` block tables, one after the other.
     pub block_ids: Vec<i32>,
