@@ -31,7 +31,8 @@ def compile_source(text: str, architecture: str) -> tuple[bool, str]:
     options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
+    # NVRTC writes into the object; Python shares the ones of a single byte.
+    log = b" " * max(size, 2)
     nvrtc.nvrtcGetProgramLog(program, log)
     return status == nvrtc.nvrtcResult.NVRTC_SUCCESS, log.decode()
 
