@@ -5,6 +5,7 @@
 //! Shutting down is idempotent, from any thread: the scheduler aborts what is live and ends, which
 //! disconnects the executor thread.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -78,6 +79,7 @@ pub struct EngineCore {
     limits: Arc<Limits>,
     executor_end: Mutex<Option<ExecutorEnd>>,
     scheduler: Mutex<Option<JoinHandle<()>>>,
+    is_shut_down: AtomicBool,
     epoch: Instant,
 }
 
@@ -122,6 +124,7 @@ impl EngineCore {
             limits,
             executor_end: Mutex::new(Some(executor_end)),
             scheduler: Mutex::new(Some(scheduler)),
+            is_shut_down: AtomicBool::new(false),
             epoch,
         })
     }
@@ -141,6 +144,8 @@ impl EngineCore {
             .take();
         match end {
             Some(end) => executor_thread::run(end, executor),
+            // The engine ended before its executor thread came.
+            None if self.is_shut_down.load(Ordering::Acquire) => Ok(()),
             None => Err(misuse("the engine has an executor thread already")),
         }
     }
@@ -148,6 +153,7 @@ impl EngineCore {
     /// Aborts what is live and ends the scheduler thread; the executor thread ends after its step.
     /// Idempotent. The scheduler thread never needs the GIL, so this cannot dead-lock.
     fn shutdown(&self, py: Python<'_>) {
+        self.is_shut_down.store(true, Ordering::Release);
         let _ = self.commands.send(Command::Shutdown); // it may have ended already
         let handle = self
             .scheduler

@@ -6,14 +6,18 @@
 //! posted as the executor's end by [`Farewell`], so that no request waits for it.
 
 use std::sync::mpsc::{Receiver, Sender};
+use std::time::Duration;
 
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::command::{Command, Step};
+use crate::command::{Command, Step, recv_soon};
 use crate::plan_views::PlanViews;
 use crate::step_result::ResultReader;
+
+/// How long the next step is expected after one has ended: it takes the scheduler less.
+const PATIENCE: Duration = Duration::from_micros(100);
 
 /// The executor's end of the engine.
 pub struct ExecutorEnd {
@@ -57,7 +61,7 @@ fn serve(end: ExecutorEnd, executor: &Bound<'_, PyAny>) -> PyResult<()> {
     let mut steps = end.steps;
     loop {
         let (back, received) = py.detach(move || {
-            let received = steps.recv();
+            let received = recv_soon(&steps, PATIENCE);
             (steps, received)
         });
         steps = back;

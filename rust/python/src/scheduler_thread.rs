@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use chairlift_core::Engine;
 use chairlift_core::request::{NewRequest, RequestId, Time};
 
-use crate::command::{Command, Step};
+use crate::command::{Command, Step, recv_soon};
 use crate::delivery::{Delivery, Outbox};
 use crate::errors::Refusal;
 use crate::metrics::EngineMetrics;
@@ -60,6 +60,9 @@ impl Drop for Obituary {
         });
     }
 }
+
+/// How long a step that was handed over is waited for before sleeping.
+const PATIENCE: Duration = Duration::from_micros(50);
 
 const SHUT_DOWN: &str = "the engine was shut down";
 
@@ -119,11 +122,11 @@ impl Scheduler {
     /// The next command, or `None` when a timer of the core is due.
     fn sleep(&self) -> Option<Command> {
         let received = match self.engine.next_wake() {
-            None => self
-                .end
-                .commands
-                .recv()
-                .map_err(|_| RecvTimeoutError::Disconnected),
+            None => {
+                // A step of a small model may be back at once; without one nothing is expected.
+                let patience = self.in_flight.as_ref().map_or(Duration::ZERO, |_| PATIENCE);
+                recv_soon(&self.end.commands, patience).map_err(|_| RecvTimeoutError::Disconnected)
+            }
             Some(time) => {
                 let left = Duration::from_micros(time.since_us(self.now()));
                 self.end.commands.recv_timeout(left)
