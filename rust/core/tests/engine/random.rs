@@ -1,7 +1,7 @@
 //! Random operations on tiny engines: the invariants hold after every one.
 
 use chairlift_core::config::Settings;
-use chairlift_core::request::{NewRequest, RequestId};
+use chairlift_core::request::{NewRequest, RequestId, Ticket};
 use chairlift_core::text::{StopStrings, StopText};
 
 use crate::harness::{Harness, Random, request};
@@ -24,6 +24,7 @@ fn tiny_settings(random: &mut Random) -> Settings {
         watermark_blocks: random.chance(50).then_some(random.within(0, 2)),
         max_queued_requests: random.within(1, 8),
         vocab_size: 12,
+        ..Settings::default()
     }
 }
 
@@ -120,7 +121,11 @@ impl Run {
         let new = random_request(&mut self.random, &self.harness, self.next_id);
         let full = self.harness.engine.metrics().queued
             >= u64::from(self.harness.settings.max_queued_requests);
-        match self.harness.engine.reserve(new.id) {
+        match self
+            .harness
+            .engine
+            .reserve(self.harness.now, Ticket::new(new.id))
+        {
             Ok(()) if self.random.chance(80) => self.harness.submit_reserved(new),
             Ok(()) => self.at_the_door.push(new),
             Err(refusal) => assert_eq!((refusal.code(), full), ("queue_full", true)),
@@ -235,7 +240,7 @@ impl Run {
             aborted: metrics.aborted,
             failed: metrics.failed,
             finished: metrics.finished,
-            refused: metrics.refused,
+            refused: metrics.rejected,
             ..self.trace
         }
     }
