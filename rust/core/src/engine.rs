@@ -203,7 +203,8 @@ impl Engine {
             .sequences
             .iter()
             .map(|(_, sequence)| &sequence.table);
-        self.lane.pool.audit(tables)?;
+        let copies = self.lane.step.copies.iter().map(|(_, copy)| copy);
+        self.lane.pool.audit(tables, copies)?;
         let running = self.lane.running.len();
         let waiting = self.ledger.queue.len();
         let sequences = self.ledger.sequences.len();

@@ -96,6 +96,8 @@ impl Ledger {
             num_prompt_tokens: request.num_prompt_tokens,
             num_computed_tokens: 0,
             num_scheduled_tokens: 0,
+            num_tokens_to_score: request.num_tokens_to_score(),
+            num_scored_tokens: 0,
             num_published_blocks: 0,
             table: pool.table(),
             row: None,

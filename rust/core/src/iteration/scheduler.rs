@@ -7,16 +7,18 @@
 //!
 //! Newcomers join in the queue's order; the first that does not fit holds up those behind it.
 
+use std::ops::Range;
+
 use crate::config::Limits;
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::{Entry, Ledger};
-use crate::iteration::plan::{SOURCE_ID, StepPlan};
+use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
 use crate::iteration::preempt::{choose_victim, preempt};
 use crate::iteration::rows::Row;
 use crate::iteration::sequence::Sequence;
 use crate::memory::blocks::PrefixMatch;
 use crate::output::Event;
-use crate::request::{Request, SequenceKey, Time};
+use crate::request::{Request, SamplingParams, SequenceKey, Time};
 
 /// One decision being made.
 pub(crate) struct Scheduler<'a> {
@@ -48,6 +50,7 @@ impl Scheduler<'_> {
         self.write_plan();
         self.lane.step.number = number;
         self.lane.step.num_samples = self.plan.num_samples();
+        self.lane.step.num_scores = self.plan.num_scores();
         self.lane.in_flight = true;
         self.ledger.counters.iterations += 1;
         self.ledger.counters.scheduled_tokens += self.plan.num_tokens() as u64;
@@ -55,18 +58,20 @@ impl Scheduler<'_> {
         true
     }
 
+    /// Gives every running sequence memory for all its tokens, and every decode its token.
+    ///
+    /// A prefill has that memory already. A sequence that sampled several tokens in its last step needs
+    /// some, and gets its tokens as a chunk.
     fn schedule_decodes(&mut self) {
         let mut position = 0;
         while let Some(&key) = self.lane.running.get(position) {
             let sequence = &mut self.ledger.sequences[key.0];
-            if sequence.num_remaining_tokens() > 1 {
-                position += 1;
-                continue;
-            }
-            if let Ok(copy) = sequence.make_room_for_decode(self.limits.block_size()) {
-                sequence.num_scheduled_tokens = 1;
-                self.budget -= 1;
-                self.lane.step.decodes.push(key);
+            if let Ok(copy) = sequence.make_room(self.limits.block_size()) {
+                if sequence.num_remaining_tokens() == 1 {
+                    sequence.num_scheduled_tokens = 1;
+                    self.budget -= 1;
+                    self.lane.step.decodes.push(key);
+                }
                 if let Some(copy) = copy {
                     self.lane.step.copies.push((key, copy));
                 }
@@ -189,14 +194,27 @@ impl Scheduler<'_> {
         let step = &self.lane.step;
         self.plan.num_decodes = step.decodes.len();
         for key in step.decodes.iter().chain(&step.chunks) {
-            write_sequence(self.plan, &self.ledger.sequences[key.0], self.limits);
+            let sequence = &self.ledger.sequences[key.0];
+            write_sequence(self.plan, sequence, self.limits);
+            let scores = sequence.scores();
+            if !scores.is_empty() {
+                let request = &self.ledger.requests[sequence.request.0].request;
+                write_scores(self.plan, sequence, scores, &request.sampling);
+            }
         }
         let num_tokens = self.plan.token_ids.len();
         self.plan.token_sources.resize(num_tokens, SOURCE_ID);
-        for (_, (source, destination)) in &step.copies {
+        self.plan
+            .adapter_ids
+            .resize(step.num_sequences(), NO_ADAPTER);
+        for (_, copy) in &step.copies {
+            let (from, to) = (copy.source(), copy.destination());
             self.plan
                 .block_copies
-                .push([source.as_i32(), destination.as_i32()]);
+                .push([from.block.as_i32(), to.block.as_i32()]);
+            self.plan
+                .block_copy_locations
+                .push([from.location as u8, to.location as u8]);
         }
     }
 }
@@ -319,5 +337,24 @@ fn write_sequence(plan: &mut StepPlan, sequence: &Sequence, limits: &Limits) {
             plan.sample_rows.push(row.as_i32());
             plan.sample_output_indices.push(output_index);
         }
+    }
+}
+
+/// Asks for the log-probabilities of the prompt tokens after those at `positions`, which were just
+/// written.
+fn write_scores(
+    plan: &mut StepPlan,
+    sequence: &Sequence,
+    positions: Range<u32>,
+    sampling: &SamplingParams,
+) {
+    let first = plan.token_ids.len() as u32 - sequence.num_scheduled_tokens;
+    let num_best = sampling.prompt_logprobs.unwrap_or(0) as i32;
+    for position in positions {
+        let index = first + position - sequence.num_computed_tokens;
+        let next = sequence.tokens[position as usize + 1];
+        plan.score_indices.push(index as i32);
+        plan.score_token_ids.push(next as i32);
+        plan.score_num_best.push(num_best);
     }
 }

@@ -1,12 +1,12 @@
 //! The KV block pool: who uses which block, counted exactly.
 //!
-//! Every block is in one of three states: free, used (by as many tables as its reference count says),
-//! or cached (findable by content, used by nobody, evictable). `free + used + cached = total` always.
-//! A [`BlockTable`] owns its references and gives them back when it is dropped, tail first; nothing
-//! else can take or return a block, so nothing can leak one. An operation that lacks blocks changes
-//! nothing and says how many it lacks.
+//! Every block is in one of three states: free, used (by tables and copies, exactly as many as its
+//! counts say), or cached (findable by content, used by nobody, evictable). `free + used + cached =
+//! total` always. A [`BlockTable`] and a [`BlockCopy`] own what they use and give it back when they are
+//! dropped, a table its tail first; nothing else can take or return a block, so nothing can leak one.
+//! An operation that lacks blocks changes nothing.
 //!
-//! The pool is shared by its tables on one thread; all its operations are O(1) per block.
+//! The pool is shared by its holders on one thread; all its operations are O(1) per block.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -33,13 +33,41 @@ impl BlockId {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutOfBlocks;
 
-/// A block to copy before the forward pass: (source, destination).
-pub type BlockCopy = (BlockId, BlockId);
+/// Where a block's memory is. The numbers are those of `chairlift.executor`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum BlockLocation {
+    /// The KV arrays that the forward pass reads.
+    Device = 0,
+    /// Memory that the forward pass cannot read.
+    Host = 1,
+}
 
+/// A block, and which pool's it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockPlace {
+    /// Where it is.
+    pub location: BlockLocation,
+    /// Its name there.
+    pub block: BlockId,
+}
+
+/// Who uses a block, and what is in it.
 #[derive(Clone, Copy, Default)]
 struct Block {
-    references: u32,
+    /// Table entries that name it.
+    tables: u32,
+    /// Copies that read it.
+    copies_from: u32,
+    /// Copies that write it.
+    copies_to: u32,
     hash: Option<BlockHash>,
+}
+
+impl Block {
+    fn is_used(&self) -> bool {
+        self.tables + self.copies_from + self.copies_to > 0
+    }
 }
 
 struct Pool {
@@ -56,7 +84,7 @@ impl Pool {
     /// A block for writing, evicting cached content if none is free.
     fn take(&mut self) -> Option<BlockId> {
         let block = self.free.pop().or_else(|| self.evict())?;
-        self.blocks[block.index()].references = 1;
+        self.blocks[block.index()].tables = 1;
         Some(block)
     }
 
@@ -69,18 +97,25 @@ impl Pool {
         Some(block)
     }
 
+    /// One more table uses a block that somebody uses or that is cached.
     fn share(&mut self, block: BlockId) {
-        let references = &mut self.blocks[block.index()].references;
-        *references += 1;
-        if *references == 1 {
+        let entry = &mut self.blocks[block.index()];
+        if !entry.is_used() {
             self.cache.unpark(block);
         }
+        entry.tables += 1;
     }
 
+    /// A table uses the block no more.
     fn release(&mut self, block: BlockId) {
+        self.let_go(block, |entry| &mut entry.tables);
+    }
+
+    /// Takes one from a count of the block; the last of all frees it, or leaves it findable.
+    fn let_go(&mut self, block: BlockId, count: impl Fn(&mut Block) -> &mut u32) {
         let entry = &mut self.blocks[block.index()];
-        entry.references -= 1;
-        if entry.references == 0 {
+        *count(entry) -= 1;
+        if !entry.is_used() {
             match entry.hash {
                 Some(_) => self.cache.park(block),
                 None => self.free.push(block),
@@ -94,9 +129,9 @@ impl Pool {
 pub struct PoolUsage {
     /// Blocks that hold nothing.
     pub free: u32,
-    /// Blocks that some table uses.
+    /// Blocks that tables or copies use.
     pub used: u32,
-    /// Blocks that hold findable content and that no table uses.
+    /// Blocks that hold findable content and that nobody uses.
     pub cached: u32,
 }
 
@@ -148,20 +183,29 @@ impl BlockPool {
                 break;
             };
             found.num_blocks += 1;
-            if pool.blocks[block.index()].references == 0 {
+            if !pool.blocks[block.index()].is_used() {
                 found.num_parked += 1;
             }
         }
         found
     }
 
-    /// Checks the books against the tables that are alive: each block's reference count is the number
-    /// of table entries that name it, and every block is in exactly one state. For tests.
-    pub fn audit<'a>(&self, tables: impl Iterator<Item = &'a BlockTable>) -> Result<(), String> {
+    /// Checks the books against the tables and copies that are alive: each block's counts are those of
+    /// the table entries and of the copies that name it, and it is in exactly one state. For tests.
+    pub fn audit<'a>(
+        &self,
+        tables: impl Iterator<Item = &'a BlockTable>,
+        copies: impl Iterator<Item = &'a BlockCopy>,
+    ) -> Result<(), String> {
         let pool = self.0.borrow();
-        let mut entries = vec![0_u32; pool.blocks.len()];
+        // Per block: table entries, copies from it, copies to it.
+        let mut held = vec![[0_u32; 3]; pool.blocks.len()];
         for block in tables.flat_map(|table| &table.blocks) {
-            entries[block.index()] += 1;
+            held[block.index()][0] += 1;
+        }
+        for copy in copies {
+            held[copy.source.index()][1] += 1;
+            held[copy.destination.index()][2] += 1;
         }
         let mut in_free = vec![false; pool.blocks.len()];
         for block in &pool.free {
@@ -172,11 +216,14 @@ impl BlockPool {
         let mut counted = PoolUsage::default();
         let mut findable = 0;
         for (id, block) in pool.blocks.iter().enumerate() {
-            if block.references != entries[id] {
-                let (counted, held) = (block.references, entries[id]);
-                return Err(format!("block {id}: {counted} references, {held} entries"));
+            let counts = [block.tables, block.copies_from, block.copies_to];
+            if counts != held[id] {
+                let held = held[id];
+                return Err(format!(
+                    "block {id} counts {counts:?}, but {held:?} hold it"
+                ));
             }
-            match (block.references > 0, block.hash.is_some(), in_free[id]) {
+            match (block.is_used(), block.hash.is_some(), in_free[id]) {
                 (true, _, false) => counted.used += 1,
                 (false, true, false) => counted.cached += 1,
                 (false, false, true) => counted.free += 1,
@@ -263,21 +310,41 @@ impl BlockTable {
         }
     }
 
-    /// Makes the last block this table's own before it is written: copy on write.
+    /// Makes the table writable from the block at `first` on, and `count` blocks longer; or changes
+    /// nothing. Only the block at `first` can be shared among those: it is copied on write.
     ///
-    /// Returns the copy to make, if the block was shared.
-    pub fn own_last(&mut self) -> Result<Option<BlockCopy>, OutOfBlocks> {
+    /// Returns the copy to make, if there is one.
+    pub fn grow_for_writing(
+        &mut self,
+        first: usize,
+        count: u32,
+    ) -> Result<Option<BlockCopy>, OutOfBlocks> {
         let mut pool = self.pool.0.borrow_mut();
-        let Some(last) = self.blocks.last_mut() else {
-            return Ok(None);
-        };
-        if pool.blocks[last.index()].references == 1 {
-            return Ok(None);
+        // A copy that reads the block is no other writer: it runs before anything is written.
+        let shared = self
+            .blocks
+            .get_mut(first)
+            .filter(|block| pool.blocks[block.index()].tables > 1);
+        if pool.available() < count + u32::from(shared.is_some()) {
+            return Err(OutOfBlocks);
         }
-        let copy = pool.take().ok_or(OutOfBlocks)?;
-        let source = std::mem::replace(last, copy);
-        pool.release(source);
-        Ok(Some((source, copy)))
+        let copy = match shared {
+            None => None,
+            Some(entry) => {
+                let destination = pool.take().ok_or(OutOfBlocks)?;
+                let source = std::mem::replace(entry, destination);
+                pool.blocks[source.index()].copies_from += 1;
+                pool.blocks[destination.index()].copies_to += 1;
+                pool.release(source);
+                Some(BlockCopy {
+                    pool: self.pool.clone(),
+                    source,
+                    destination,
+                })
+            }
+        };
+        self.blocks.extend((0..count).map_while(|_| pool.take()));
+        Ok(copy)
     }
 
     /// Makes the full block at `position` findable by its content.
@@ -289,10 +356,13 @@ impl BlockTable {
         }
     }
 
-    /// Blocks that dropping this table would make available now.
+    /// Blocks that dropping this table, and the copies into it, would make available now.
     pub fn num_exclusive(&self) -> u32 {
         let pool = self.pool.0.borrow();
-        let exclusive = |block: &&BlockId| pool.blocks[block.index()].references == 1;
+        let exclusive = |block: &&BlockId| {
+            let block = &pool.blocks[block.index()];
+            block.tables == 1 && block.copies_from == 0
+        };
         self.blocks.iter().filter(exclusive).count() as u32
     }
 
@@ -311,10 +381,52 @@ impl Drop for BlockTable {
     }
 }
 
+/// A copy that a step makes before its forward pass: a hold on both blocks, released on drop.
+///
+/// Kept until the step is over, so nobody can take either block while it runs. So no block is written
+/// by one copy of a step and read or written by another: they may run in any order, or side by side.
+pub struct BlockCopy {
+    pool: BlockPool,
+    source: BlockId,
+    destination: BlockId,
+}
+
+impl BlockCopy {
+    /// The block that is read.
+    pub fn source(&self) -> BlockPlace {
+        on_device(self.source)
+    }
+
+    /// The block that is written.
+    pub fn destination(&self) -> BlockPlace {
+        on_device(self.destination)
+    }
+}
+
+/// A pool's blocks are the device's.
+fn on_device(block: BlockId) -> BlockPlace {
+    BlockPlace {
+        location: BlockLocation::Device,
+        block,
+    }
+}
+
+impl Drop for BlockCopy {
+    fn drop(&mut self) {
+        let mut pool = self.pool.0.borrow_mut();
+        pool.let_go(self.destination, |block| &mut block.copies_to);
+        pool.let_go(self.source, |block| &mut block.copies_from);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::prefix::extend_chain;
     use super::*;
+
+    fn none() -> std::iter::Empty<&'static BlockCopy> {
+        std::iter::empty()
+    }
 
     fn chain(tokens: std::ops::Range<u32>) -> Vec<BlockHash> {
         let mut chain = Vec::new();
@@ -374,27 +486,67 @@ mod tests {
                 cached: 0
             }
         );
-        pool.audit([&other, &again].into_iter()).unwrap();
+        pool.audit([&other, &again].into_iter(), none()).unwrap();
     }
 
     #[test]
-    fn a_shared_last_block_is_copied_before_it_is_written() {
+    fn a_shared_block_is_copied_before_it_is_written() {
         let pool = BlockPool::new(4);
         let mut parent = pool.table();
         parent.grow(2).unwrap();
         let mut child = parent.fork();
         assert_eq!((parent.num_exclusive(), child.num_exclusive()), (0, 0));
         let source = child.blocks()[1];
-        let copy = child.own_last().unwrap().expect("it was shared");
-        assert_eq!(copy, (source, child.blocks()[1]));
-        assert_eq!(
-            parent.own_last(),
-            Ok(None),
-            "the last holder writes in place"
+        let copy = child.grow_for_writing(1, 1).unwrap().expect("shared");
+        assert_eq!(copy.source(), on_device(source));
+        assert_eq!(copy.destination(), on_device(child.blocks()[1]));
+        assert_eq!(child.blocks().len(), 3);
+        assert!(
+            parent.grow_for_writing(1, 0).unwrap().is_none(),
+            "the last table writes in place, though the copy still reads"
         );
-        pool.audit([&parent, &child].into_iter()).unwrap();
+        let tables = || [&parent, &child].into_iter();
+        pool.audit(tables(), [&copy].into_iter()).unwrap();
+        pool.audit(tables(), none()).unwrap_err();
+        drop(copy);
+        pool.audit(tables(), none()).unwrap();
         drop(parent);
+        assert_eq!(pool.usage().used, 3);
+    }
+
+    #[test]
+    fn growing_for_writing_is_all_or_nothing() {
+        let pool = BlockPool::new(3);
+        let mut parent = pool.table();
+        parent.grow(1).unwrap();
+        let mut child = parent.fork();
+        // Two are free: one for the copy, and one block more.
+        assert!(child.grow_for_writing(0, 2).is_err());
+        assert_eq!(child.blocks(), parent.blocks());
+        pool.audit([&parent, &child].into_iter(), none()).unwrap();
+        let copy = child.grow_for_writing(0, 1).unwrap();
+        assert!(copy.is_some());
+        assert_eq!(pool.available(), 0);
+    }
+
+    #[test]
+    fn a_copy_keeps_both_its_blocks_until_it_is_over() {
+        let pool = BlockPool::new(3);
+        let mut parent = pool.table();
+        parent.grow(1).unwrap();
+        let mut child = parent.fork();
+        let copy = child.grow_for_writing(0, 0).unwrap().expect("shared");
+        assert_eq!(
+            (parent.num_exclusive(), child.num_exclusive()),
+            (0, 1),
+            "the child's copy goes with it, the parent's block is being read"
+        );
+        drop((parent, child));
         assert_eq!(pool.usage().used, 2);
+        let mut other = pool.table();
+        assert_eq!(other.grow(2), Err(OutOfBlocks));
+        drop(copy);
+        other.grow(3).unwrap();
     }
 
     #[test]
