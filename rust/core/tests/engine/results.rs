@@ -195,6 +195,31 @@ fn a_copy_holds_its_source_when_nobody_else_does() {
 }
 
 #[test]
+fn a_preempted_sequences_copy_is_withdrawn_and_its_memory_used_at_once() {
+    let mut harness = Harness::new(Settings {
+        num_kv_blocks: 4,
+        max_model_len: 16,
+        enable_prefix_caching: false,
+        ..settings()
+    });
+    harness.submit(plain(1, 1, 3));
+    let mut new = plain(2, 5, 3);
+    new.sampling.n = 3;
+    new.stop.ignore_eos = true;
+    harness.submit(new);
+    harness.step();
+    // One block is free. The first answer copies the open block into it; the second needs one too,
+    // and only the first has anything to give.
+    assert!(harness.schedule());
+    harness.engine.audit().unwrap();
+    assert_eq!(harness.engine.metrics().preemptions, 1);
+    assert_eq!(harness.plan.num_decodes, 3);
+    assert_eq!(harness.plan.block_copies.len(), 1);
+    harness.commit();
+    harness.run_to_end();
+}
+
+#[test]
 fn results_that_do_not_fit_change_nothing() {
     let mut harness = Harness::new(settings());
     harness.submit(plain(1, 6, 20));
