@@ -14,7 +14,7 @@ import pytest
 from chairlift import EngineDeadError, QueueFullError, SamplingParams, _core
 from chairlift.engine import CoreSettings, EngineArgs, EngineOptions, LocalEngine
 from chairlift.errors import InvalidRequestError
-from chairlift.executor import SampleLogprobs, StepResult
+from chairlift.executor import RaggedLogprobs, StepResult
 from chairlift.prompts import ParsedPrompt
 from chairlift.testing import ScriptedExecutor
 
@@ -305,7 +305,7 @@ def replaced(**changes):
 
 
 def logprobs(offsets, ids, values):
-    return SampleLogprobs(
+    return RaggedLogprobs(
         np.array(offsets, dtype=np.int32),
         np.array(ids, dtype=np.int32),
         np.array(values, dtype=np.float32),

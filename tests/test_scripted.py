@@ -34,6 +34,19 @@ def resets(*rows):
     )
 
 
+def nothing_more(num_seqs, copies=()):
+    """The arrays of what a step may have beside its sequences and samples: block copies."""
+    return {
+        "adapter_ids": np.full(num_seqs, -1, dtype=np.int32),
+        "mask_rows": i32(),
+        "score_indices": i32(),
+        "score_token_ids": i32(),
+        "score_num_best": i32(),
+        "block_copies": np.array(copies, dtype=np.int32).reshape(-1, 2),
+        "block_copy_locations": np.zeros((len(copies), 2), dtype=np.uint8),
+    }
+
+
 def two_sequences():
     """A decode at position 5 (blocks 3, 1) and a prefill of three tokens (block 2), blocks of 4."""
     return StepPlan(
@@ -52,7 +65,7 @@ def two_sequences():
         logits_indices=i32(0, 3),
         sample_rows=i32(4, 2),
         sample_output_indices=i32(1, 0),
-        block_copies=np.zeros((0, 2), dtype=np.int32),
+        **nothing_more(2),
         resets=resets(),
     )
 
@@ -79,10 +92,30 @@ def test_a_right_plan_passes():
         ("logits_indices", i32(0, 9), "of no token"),
         ("seq_lens", i32(6), "seq_lens"),
         ("sample_output_indices", i32(1), "sample_output_indices"),
+        ("adapter_ids", i32(-1), "adapter_ids"),
+        ("mask_rows", i32(3), "masked but not sampled"),
+        ("score_token_ids", i32(21), "score_token_ids"),
+        ("score_num_best", i32(0), "score_num_best"),
+        ("score_indices", i32(1, 9), "of no token"),
+        ("score_indices", i32(2, 1), "order"),
+        ("score_indices", i32(2, 3), "wrong token"),
+        ("block_copies", i32(0, 2), "block_copy_locations"),
+        ("block_copies", i32([0, 9], [0, 3]), "beyond the pool"),
+        ("block_copies", i32([0, 2], [2, 3]), "depends on another"),
+        ("block_copies", i32([0, 2], [1, 2]), "depends on another"),
     ],
 )
 def test_a_wrong_plan_is_noticed(field, value, complaint):
-    plan = dataclasses.replace(two_sequences(), **{field: value})
+    right = dataclasses.replace(
+        two_sequences(),
+        score_indices=i32(1, 2),
+        score_token_ids=i32(21, 22),
+        score_num_best=i32(0, 3),
+        block_copies=i32([0, 2], [0, 3]),
+        block_copy_locations=np.zeros((2, 2), dtype=np.uint8),
+    )
+    check_plan(right, block_size=4, num_kv_blocks=4)
+    plan = dataclasses.replace(right, **{field: value})
     with pytest.raises(PlanError, match=complaint):
         check_plan(plan, block_size=4, num_kv_blocks=4)
 
@@ -108,7 +141,7 @@ def prefill(tokens, block_ids, row=0):
         logits_indices=i32(count - 1),
         sample_rows=i32(row),
         sample_output_indices=i32(0),
-        block_copies=np.zeros((0, 2), dtype=np.int32),
+        **nothing_more(1),
         resets=resets(row),
     )
 
@@ -131,7 +164,7 @@ def decode(token, position, block_ids, output_index, *, copies=()):
         logits_indices=i32(0),
         sample_rows=i32(0),
         sample_output_indices=i32(output_index),
-        block_copies=np.array(copies, dtype=np.int32).reshape(-1, 2),
+        **nothing_more(1, copies),
         resets=resets(),
     )
 
