@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from chairlift.errors import UnsupportedStepError
 from chairlift.executor import RowResets, StepPlan
 from chairlift.testing import ByteTokenizer, PlanError, ScriptedExecutor, check_plan
 
@@ -212,6 +213,26 @@ def test_block_copies_come_before_the_writes():
     first = int(run(executor, prefill(prompt, [0])).token_ids[0])
     copied = run(executor, decode(first, 3, [6], 1, copies=[(0, 6)]))
     assert int(copied.token_ids[0]) == executor.expected(prompt, 2)[1]
+
+
+def beyond(plan, what):
+    """The plan with something that a plain executor does not do."""
+    changes = {
+        "host": {
+            "block_copies": i32([0, 6], [1, 7]),
+            "block_copy_locations": np.array([[0, 0], [1, 0]], dtype=np.uint8),
+        },
+        "masks": {"mask_rows": plan.sample_rows},
+        "adapters": {"adapter_ids": i32(3)},
+    }
+    return dataclasses.replace(plan, **changes[what])
+
+
+@pytest.mark.parametrize("what", ["host", "masks", "adapters"])
+def test_what_it_cannot_do_is_refused(what):
+    executor = small()
+    with pytest.raises(UnsupportedStepError, match=f"step 1 .*{what}"):
+        run(executor, beyond(prefill(b"abc", [0]), what))
 
 
 def test_what_steps_had_in_them_is_kept():
