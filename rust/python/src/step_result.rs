@@ -91,17 +91,14 @@ impl ResultReader {
         }
         out.token_ids.clear();
         for (index, &token) in self.tokens.iter().enumerate() {
-            out.token_ids.push(match in_vocabulary(token, vocab_size) {
-                Some(id) => id,
-                None => {
-                    let ends = &out.token_offsets[1..];
-                    let sample = ends.partition_point(|&end| end as usize <= index);
-                    if status_of(plan, sample, &out.statuses)? == STATUS_OK {
-                        return Err(outside("token_ids", token, vocab_size));
-                    }
-                    0 // never read
+            let id = in_vocabulary(token, vocab_size);
+            if id.is_none() {
+                let sample = out.token_offsets[1..].partition_point(|&end| end as usize <= index);
+                if status_of(plan, sample, &out.statuses)? == STATUS_OK {
+                    return Err(outside("token_ids", token, vocab_size));
                 }
-            });
+            }
+            out.token_ids.push(id.unwrap_or(0)); // of a failed row: never read
         }
         Ok(())
     }

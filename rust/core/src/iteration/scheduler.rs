@@ -3,7 +3,7 @@
 //! In this order, within the token budget, as Sarathi-Serve (OSDI'24) has it: every running decode,
 //! one token each, never paused; then prefill chunks of running sequences; then newcomers while rows,
 //! memory and budget last. A newcomer gets the blocks of all its tokens at once (less what the prefix
-//! cache has), so only decodes ever ask for more memory, and only they preempt.
+//! cache has), so only sequences that have sampled ever ask for more memory, and only they preempt.
 //!
 //! Newcomers join in the queue's order; the first that does not fit holds up those behind it.
 
