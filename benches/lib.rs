@@ -6,7 +6,7 @@ use chairlift_core::config::Settings;
 use chairlift_core::iteration::commit::{STATUS_OK, StepResults};
 use chairlift_core::iteration::plan::StepPlan;
 use chairlift_core::output::OutputBatch;
-use chairlift_core::request::{NewRequest, RequestId, SamplingParams, StopParams, Time};
+use chairlift_core::request::{NewRequest, RequestId, SamplingParams, StopParams, Ticket, Time};
 use chairlift_core::text::TokenTable;
 use chairlift_core::{Engine, Vocabulary};
 
@@ -61,12 +61,16 @@ impl Bench {
                 ..StopParams::default()
             },
             cache_salt: None,
+            priority: 0,
+            deadline: None,
         }
     }
 
     /// Reserves and submits.
     pub fn submit(&mut self, request: NewRequest) {
-        self.engine.reserve(request.id).expect("room at the door");
+        self.engine
+            .reserve(self.now, Ticket::new(request.id))
+            .expect("room at the door");
         self.engine
             .submit(self.now, request)
             .expect("a request that fits");

@@ -5,8 +5,11 @@
 //! holds at least one sequence of `max_model_len`, and a token budget that gives every running decode
 //! its token.
 
+pub mod policy;
+
 use std::sync::Arc;
 
+use crate::config::policy::{Policy, Rules};
 use crate::error::ConfigError;
 use crate::text::TokenTable;
 
@@ -17,7 +20,7 @@ pub const MAX_KV_BLOCKS: u32 = 1 << 26;
 pub const MAX_IN_FLIGHT_STEPS: u32 = 1;
 
 /// What a person may choose. Every count is in the unit of its name.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Settings {
     /// Most sequences that run at once; each owns a row of the executor.
     pub max_num_seqs: u32,
@@ -38,6 +41,10 @@ pub struct Settings {
     pub watermark_blocks: Option<u32>,
     /// Most requests at the door and in the waiting queue together.
     pub max_queued_requests: u32,
+    /// Most prompt tokens in the waiting queue; `None` is no bound.
+    pub max_queued_tokens: Option<u64>,
+    /// Classes, tenants, and how the queue treats them.
+    pub policy: Policy,
     /// Tokens of the vocabulary; ids at or above it are refused.
     pub vocab_size: u32,
     /// Most steps that the executor has at once, the one that runs included; only
@@ -57,6 +64,8 @@ impl Default for Settings {
             enable_prefix_caching: true,
             watermark_blocks: None,
             max_queued_requests: 4_096,
+            max_queued_tokens: None,
+            policy: Policy::default(),
             vocab_size: 32_000,
             max_in_flight_steps: 1,
         }
@@ -136,7 +145,13 @@ impl Settings {
                 max: self.num_kv_blocks - 1,
             });
         }
+        if self.max_queued_tokens == Some(0) {
+            let (key, value) = ("max_queued_tokens", 0);
+            return Err(ConfigError::TooSmall { key, value, min: 1 });
+        }
+        let rules = self.policy.validate()?;
         Ok(Limits {
+            rules,
             settings: Settings {
                 max_model_len,
                 ..self.clone()
@@ -153,6 +168,7 @@ pub struct Limits {
     settings: Settings,
     requested_max_model_len: u32,
     watermark_blocks: u32,
+    rules: Rules,
 }
 
 impl Limits {
@@ -207,6 +223,16 @@ impl Limits {
     /// Most requests at the door and in the waiting queue together.
     pub fn max_queued_requests(&self) -> u32 {
         self.settings.max_queued_requests
+    }
+
+    /// Most prompt tokens in the waiting queue.
+    pub fn max_queued_tokens(&self) -> Option<u64> {
+        self.settings.max_queued_tokens
+    }
+
+    /// The policy the engine starts with.
+    pub fn rules(&self) -> &Rules {
+        &self.rules
     }
 
     /// Tokens of the vocabulary.

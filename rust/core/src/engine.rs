@@ -3,6 +3,7 @@
 //! One thread owns an [`Engine`]; its holds are not sendable, so it is made on that thread. No call
 //! blocks, reads a clock or fails half-way.
 
+use crate::config::policy::Policy;
 use crate::config::{Limits, Settings, Vocabulary};
 use crate::error::{CommitError, ConfigError, SubmitError};
 use crate::iteration::commit::{Commit, StepResults, remove_ended};
@@ -12,7 +13,7 @@ use crate::iteration::plan::StepPlan;
 use crate::iteration::scheduler::Scheduler;
 use crate::metrics::Metrics;
 use crate::output::OutputBatch;
-use crate::request::{Finish, NewRequest, RequestId, Time};
+use crate::request::{Finish, NewRequest, RequestId, Ticket, Time};
 
 /// The scheduler: queue, KV memory and iterations of one model.
 pub struct Engine {
@@ -41,11 +42,27 @@ impl Engine {
 
     /// Takes a place at the door, before the prompt is tokenised.
     ///
-    /// It is given back when the request is first scheduled, refused, aborted or released.
-    pub fn reserve(&mut self, id: RequestId) -> Result<(), SubmitError> {
+    /// It is given back when the request is first scheduled, rejected, aborted or released.
+    pub fn reserve(&mut self, _now: Time, ticket: Ticket) -> Result<(), SubmitError> {
+        let Ticket { id, .. } = ticket;
         let reserved = self.ledger.reserve(id);
-        self.ledger.counters.refused += u64::from(reserved.is_err());
+        self.count_rejection(&reserved);
         reserved
+    }
+
+    fn count_rejection(&mut self, result: &Result<(), SubmitError>) {
+        if result.is_err() {
+            self.ledger.counters.submitted += 1;
+            self.ledger.counters.rejected += 1;
+        }
+    }
+
+    /// Applies new classes' numbers, tenants, weights and quotas to the running engine.
+    ///
+    /// Nothing that was accepted is lost. An error changes nothing.
+    pub fn reload(&mut self, _now: Time, policy: &Policy) -> Result<(), ConfigError> {
+        let rules = policy.validate()?;
+        self.limits.rules().check_reload(&rules)
     }
 
     /// Gives a reserved place back; nothing happens if there is none.
@@ -56,7 +73,7 @@ impl Engine {
     /// Lets a request wait whose place was reserved. A refusal gives the place back.
     pub fn submit(&mut self, now: Time, request: NewRequest) -> Result<(), SubmitError> {
         let submitted = self.try_submit(now, request);
-        self.ledger.counters.refused += u64::from(submitted.is_err());
+        self.count_rejection(&submitted);
         submitted
     }
 
@@ -176,10 +193,14 @@ impl Engine {
         &mut self.ledger.outputs
     }
 
-    /// When [`Self::schedule`] wants to be called though nothing else happens.
+    /// When [`Self::on_time`] wants to be called though nothing else happens.
     pub fn next_wake(&self) -> Option<Time> {
         None
     }
+
+    /// Fires what is due: requests expire or are promoted, quotas fill up. Legal at any moment, also
+    /// while a step is in flight; [`Self::schedule`] does it by itself.
+    pub fn on_time(&mut self, _now: Time) {}
 
     /// Counters and gauges.
     pub fn metrics(&self) -> Metrics {
@@ -238,8 +259,9 @@ impl Engine {
             ));
         }
         let counters = self.metrics();
-        let ended = counters.finished + counters.aborted + counters.failed;
-        if counters.submitted != ended + counters.live {
+        let ended = counters.finished + counters.aborted + counters.failed + counters.rejected;
+        let given_up = counters.expired + counters.shed + counters.displaced;
+        if counters.submitted != ended + given_up + counters.live {
             return Err(format!("a request is lost or ended twice: {counters:?}"));
         }
         let arrivals = self

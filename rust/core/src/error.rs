@@ -42,6 +42,16 @@ pub enum ConfigError {
         /// The setting of that name.
         max_num_batched_tokens: u32,
     },
+    /// A value of the policy is not allowed.
+    #[error("{key} is {value}; it must be {allowed}")]
+    Invalid {
+        /// Where it stands, as a dotted path.
+        key: String,
+        /// Its value, as text.
+        value: String,
+        /// What is allowed, as a phrase.
+        allowed: String,
+    },
 }
 
 impl ConfigError {
@@ -100,6 +110,115 @@ pub enum SubmitError {
         /// The bound.
         max_queued_requests: u32,
     },
+    /// Too many prompt tokens wait.
+    #[error(
+        "the waiting queue is full: {queued_tokens} prompt tokens wait and the request has \
+         {prompt_tokens} more, of at most {max_queued_tokens}{}; retry later", of_class(.class.as_ref())
+    )]
+    TokensFull {
+        /// Prompt tokens that wait now.
+        queued_tokens: u64,
+        /// Prompt tokens of the request.
+        prompt_tokens: u64,
+        /// The bound.
+        max_queued_tokens: u64,
+        /// The class whose bound it is; `None`: the engine's.
+        class: Option<String>,
+    },
+    /// The class has no place left.
+    #[error(
+        "class {class} is full: {queued} of {max_queued_requests} requests are waiting; retry later"
+    )]
+    ClassFull {
+        /// The class.
+        class: String,
+        /// Its requests that wait now.
+        queued: u32,
+        /// The bound.
+        max_queued_requests: u32,
+    },
+    /// The tenant has no place left.
+    #[error("tenant {tenant} is full: {queued} of {max_queued} requests are waiting; retry later")]
+    TenantFull {
+        /// The tenant.
+        tenant: String,
+        /// Its requests that wait now.
+        queued: u32,
+        /// The bound.
+        max_queued: u32,
+    },
+    /// The request has more answers than the tenant may run at once.
+    #[error(
+        "the request has {n} answers, but tenant {tenant} may run {max_running} at once; \
+         ask for fewer"
+    )]
+    TooManyAnswers {
+        /// The tenant.
+        tenant: String,
+        /// Answers of the request.
+        n: u32,
+        /// The bound.
+        max_running: u32,
+    },
+    /// No class has this name.
+    #[error("there is no class {class}; the classes are {known}")]
+    UnknownClass {
+        /// The name.
+        class: String,
+        /// The names there are.
+        known: String,
+    },
+    /// The tenant's token rate would hold the request for longer than its class may wait.
+    #[error(
+        "tenant {tenant} has used up its {tokens_per_second} tokens a second for the next \
+         {wait_us} us, and the request may wait {max_queue_time_us} us; retry later"
+    )]
+    RateExceeded {
+        /// The tenant.
+        tenant: String,
+        /// Its quota.
+        tokens_per_second: u64,
+        /// How long it would hold the request, in microseconds.
+        wait_us: u64,
+        /// How long the request may wait, in microseconds.
+        max_queue_time_us: u64,
+    },
+    /// The first token would come after the class's target.
+    #[error(
+        "the first token is predicted after {predicted_us} us, but class {class} promises it \
+         within {target_us} us; retry later"
+    )]
+    TtftUnreachable {
+        /// The class.
+        class: String,
+        /// Predicted time to first token, in microseconds.
+        predicted_us: u64,
+        /// The target, in microseconds.
+        target_us: u64,
+    },
+    /// The class promises a queue time that promises made before leave no room for.
+    #[error(
+        "the request would wait {predicted_us} us behind promises made before, but class {class} \
+         promises at most {max_queue_time_us} us; retry later"
+    )]
+    PromiseUnkeepable {
+        /// The class.
+        class: String,
+        /// Predicted queue time, in microseconds.
+        predicted_us: u64,
+        /// The promise, in microseconds.
+        max_queue_time_us: u64,
+    },
+    /// The engine is overloaded and sheds this class.
+    #[error(
+        "the engine is overloaded and takes no requests of class {class}; retry in {retry_after_us} us"
+    )]
+    Shedding {
+        /// The class.
+        class: String,
+        /// When it may be over, in microseconds.
+        retry_after_us: u64,
+    },
     /// The id is in use by a live request.
     #[error("{request} is live already; ids must be unique")]
     DuplicateRequest {
@@ -122,11 +241,23 @@ impl SubmitError {
             Self::TokenOutOfRange { .. } => "token_out_of_range",
             Self::PromptTooLong { .. } => "context_length_exceeded",
             Self::InvalidParameter { .. } => "invalid_parameter",
-            Self::QueueFull { .. } => "queue_full",
+            Self::QueueFull { .. } | Self::TokensFull { .. } => "queue_full",
+            Self::ClassFull { .. } => "class_full",
+            Self::TenantFull { .. } => "tenant_full",
+            Self::TooManyAnswers { .. } => "too_many_answers",
+            Self::UnknownClass { .. } => "unknown_class",
+            Self::RateExceeded { .. } => "rate_exceeded",
+            Self::TtftUnreachable { .. } => "ttft_unreachable",
+            Self::PromiseUnkeepable { .. } => "promise_unkeepable",
+            Self::Shedding { .. } => "shedding",
             Self::DuplicateRequest { .. } => "duplicate_request",
             Self::NoReservation { .. } => "no_reservation",
         }
     }
+}
+
+fn of_class(class: Option<&String>) -> String {
+    class.map_or_else(String::new, |class| format!(" in class {class}"))
 }
 
 /// Results that do not belong to the step in flight. The executor is at fault; its requests fail.

@@ -2,19 +2,26 @@
 
 /// A snapshot. Counters grow from the engine's start; gauges say what is now.
 ///
-/// Conservation holds at every moment: `submitted` = `finished` + `aborted` + `failed` + live.
+/// Conservation holds at every moment: `submitted` = `finished` + `failed` + `aborted` + `rejected` +
+/// `expired` + `shed` + `displaced` + `live`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Metrics {
-    /// Requests accepted into the waiting queue.
+    /// Requests submitted, and those that were rejected before they could be.
     pub submitted: u64,
-    /// Requests refused at the door or at submission.
-    pub refused: u64,
+    /// Requests rejected at the door or at submission.
+    pub rejected: u64,
     /// Requests whose last child ended by itself.
     pub finished: u64,
     /// Requests that their client gave up.
     pub aborted: u64,
     /// Requests that the executor or the engine failed.
     pub failed: u64,
+    /// Requests that waited too long or missed their deadline before they were scheduled.
+    pub expired: u64,
+    /// Requests shed under overload before they were scheduled.
+    pub shed: u64,
+    /// Requests that gave their place to a more important one before they were scheduled.
+    pub displaced: u64,
     /// Steps planned.
     pub iterations: u64,
     /// Tokens scheduled: prefill and decode.

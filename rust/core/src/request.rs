@@ -8,6 +8,7 @@ use std::fmt::{self, Display};
 use std::sync::Arc;
 
 use crate::config::Limits;
+use crate::config::policy::DEFAULT_TENANT;
 use crate::error::SubmitError;
 use crate::text::StopStrings;
 
@@ -128,6 +129,39 @@ pub struct NewRequest {
     pub stop: StopParams,
     /// Separates prefix-cache entries that must not be shared (tenant, user's own salt).
     pub cache_salt: Option<String>,
+    /// Order within its class before every other key: lower is sooner.
+    pub priority: i32,
+    /// The latest time at which it is of use to be scheduled; then it ends as
+    /// [`Finish::DeadlineMissed`].
+    pub deadline: Option<Time>,
+}
+
+/// Who asks for a place at the door: all that is known before the prompt is tokenised.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ticket {
+    /// The request's name.
+    pub id: RequestId,
+    /// Its tenant.
+    pub tenant: String,
+    /// The class it asks for; `None` is the tenant's default.
+    pub class: Option<String>,
+    /// The tenant's user that it comes from.
+    pub user: Option<String>,
+    /// Answers, each counted as one request.
+    pub n: u32,
+}
+
+impl Ticket {
+    /// A ticket of the default tenant and class for one answer.
+    pub fn new(id: RequestId) -> Self {
+        Self {
+            id,
+            tenant: DEFAULT_TENANT.into(),
+            class: None,
+            user: None,
+            n: 1,
+        }
+    }
 }
 
 /// A checked request: everything the engine needs to know of it but its sequences.
@@ -147,6 +181,10 @@ pub struct Request {
     pub num_prompt_tokens: u32,
     /// Prefix-cache salt.
     pub cache_salt: Option<String>,
+    /// Order within its class; lower is sooner.
+    pub priority: i32,
+    /// The latest time at which it is of use to be scheduled.
+    pub deadline: Option<Time>,
     /// Children that have not ended.
     pub live_children: u32,
     /// When things happened.
@@ -172,6 +210,9 @@ pub struct RequestStats {
     pub first_scheduled: Option<Time>,
     /// First output token committed.
     pub first_token: Option<Time>,
+    /// Time to first token that the gate predicted at submission, in microseconds; `None` while
+    /// nothing was measured that a prediction could rest on.
+    pub predicted_ttft_us: Option<u64>,
     /// Last child ended.
     pub finished: Time,
     /// Prompt tokens.
@@ -203,16 +244,29 @@ pub enum Finish {
     StepFailed,
     /// The engine died.
     EngineDead,
+    /// It waited for as long as its class may wait.
+    QueueTimeout,
+    /// Its deadline passed, or was certain to pass, before it was first scheduled.
+    DeadlineMissed,
+    /// It was shed under overload before it was first scheduled.
+    Shed,
+    /// A more important request took its place before it was first scheduled.
+    Displaced,
 }
 
 impl Finish {
-    /// The finish reason as the API names it: `stop`, `length`, `abort` or `error`.
+    /// The finish reason as the API names it: `stop`, `length`, `abort` or `error`; of what was never
+    /// scheduled, the stable reason for which it was given up.
     pub fn reason(self) -> &'static str {
         match self {
             Self::Eos | Self::StopToken(_) | Self::StopString(_) => "stop",
             Self::Length => "length",
             Self::Abort => "abort",
             Self::RowFailed | Self::StepFailed | Self::EngineDead => "error",
+            Self::QueueTimeout => "queue_timeout",
+            Self::DeadlineMissed => "deadline_missed",
+            Self::Shed => "shed",
+            Self::Displaced => "displaced",
         }
     }
 }
@@ -265,6 +319,8 @@ impl NewRequest {
             max_tokens,
             num_prompt_tokens,
             cache_salt: self.cache_salt,
+            priority: self.priority,
+            deadline: self.deadline,
             stats: RequestStats {
                 arrival: now,
                 num_prompt_tokens,

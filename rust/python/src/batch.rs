@@ -375,6 +375,10 @@ fn finish_code(finish: Option<Finish>) -> u8 {
         Some(Finish::RowFailed) => 6,
         Some(Finish::StepFailed) => 7,
         Some(Finish::EngineDead) => 8,
+        Some(Finish::QueueTimeout) => 9,
+        Some(Finish::DeadlineMissed) => 10,
+        Some(Finish::Shed) => 11,
+        Some(Finish::Displaced) => 12,
     }
 }
 

@@ -12,7 +12,7 @@ use std::sync::mpsc::{Sender, sync_channel};
 use std::time::{Duration, Instant};
 
 use chairlift_core::config::Limits;
-use chairlift_core::request::{RequestId, Time};
+use chairlift_core::request::{RequestId, Ticket, Time};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
@@ -108,7 +108,9 @@ impl EngineClient {
     /// Reserves a place at the door, before anything costly is done for a request.
     fn reserve(&self, py: Python<'_>) -> PyResult<Reservation> {
         let id = self.line.fresh_id();
-        self.line.ask(py, |reply| Command::Reserve(id, reply))??;
+        let ticket = Ticket::new(id);
+        self.line
+            .ask(py, |reply| Command::Reserve(ticket, reply))??;
         Ok(Reservation {
             line: Arc::clone(&self.line),
             id,

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use chairlift_core::iteration::commit::StepResults;
 use chairlift_core::iteration::plan::StepPlan;
-use chairlift_core::request::{NewRequest, RequestId};
+use chairlift_core::request::{NewRequest, RequestId, Ticket};
 
 use crate::errors::Refusal;
 use crate::metrics::EngineMetrics;
@@ -54,7 +54,7 @@ impl Step {
 /// What the scheduler thread is asked to do.
 pub enum Command {
     /// Reserve a place at the door.
-    Reserve(RequestId, Reply<Result<(), Refusal>>),
+    Reserve(Ticket, Reply<Result<(), Refusal>>),
     /// Give a reservation back.
     Release(RequestId),
     /// Submit a request whose place is reserved.

@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
+use chairlift_core::config::policy::Policy;
 use chairlift_core::config::{Limits, Settings};
 use chairlift_core::iteration::commit::StepResults;
 use chairlift_core::text::TokenTable;
@@ -55,6 +56,8 @@ impl From<SettingsView> for Settings {
             enable_prefix_caching: view.enable_prefix_caching,
             watermark_blocks: view.watermark_blocks,
             max_queued_requests: view.max_queued_requests,
+            max_queued_tokens: None,
+            policy: Policy::default(),
             vocab_size: view.vocab_size,
             max_in_flight_steps: view.max_in_flight_steps,
         }

@@ -28,7 +28,10 @@ impl EngineMetrics {
         let dict = PyDict::new(py);
         let entries = [
             ("submitted", core.submitted),
-            ("refused", core.refused),
+            ("rejected", core.rejected),
+            ("expired", core.expired),
+            ("shed", core.shed),
+            ("displaced", core.displaced),
             ("finished", core.finished),
             ("aborted", core.aborted),
             ("failed", core.failed),

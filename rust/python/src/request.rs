@@ -93,6 +93,8 @@ impl Request {
                     skip_special_tokens: params.skip_special_tokens,
                 },
                 cache_salt,
+                priority: 0,
+                deadline: None,
             },
         })
     }

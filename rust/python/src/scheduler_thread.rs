@@ -15,7 +15,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use chairlift_core::Engine;
-use chairlift_core::request::{NewRequest, RequestId, Time};
+use chairlift_core::request::{NewRequest, Ticket, Time};
 
 use crate::command::{Command, Step, recv_soon};
 use crate::delivery::{Delivery, Outbox};
@@ -144,8 +144,8 @@ impl Scheduler {
     fn serve(&mut self, command: Command) {
         let now = self.now();
         match command {
-            Command::Reserve(id, reply) => {
-                let _ = reply.send(self.reserve(id));
+            Command::Reserve(ticket, reply) => {
+                let _ = reply.send(self.reserve(now, ticket));
             }
             Command::Release(id) => self.engine.release(id),
             Command::Submit(request, reply) => {
@@ -177,10 +177,10 @@ impl Scheduler {
         }
     }
 
-    fn reserve(&mut self, id: RequestId) -> Result<(), Refusal> {
+    fn reserve(&mut self, now: Time, ticket: Ticket) -> Result<(), Refusal> {
         match &self.dead {
             Some(reason) => Err(Refusal::Dead(Arc::clone(reason))),
-            None => Ok(self.engine.reserve(id)?),
+            None => Ok(self.engine.reserve(now, ticket)?),
         }
     }
 
@@ -197,7 +197,7 @@ impl Scheduler {
     fn submit_many(&mut self, now: Time, requests: Vec<NewRequest>) -> (usize, Option<Refusal>) {
         for (taken, request) in requests.into_iter().enumerate() {
             let result = self
-                .reserve(request.id)
+                .reserve(now, Ticket::new(request.id))
                 .and_then(|()| self.submit(now, request));
             if let Err(refusal) = result {
                 return (taken, Some(refusal));

@@ -195,6 +195,9 @@ impl Ledger {
             Finish::Eos | Finish::StopToken(_) | Finish::StopString(_) | Finish::Length => {
                 self.counters.finished += 1;
             }
+            Finish::QueueTimeout | Finish::DeadlineMissed => self.counters.expired += 1,
+            Finish::Shed => self.counters.shed += 1,
+            Finish::Displaced => self.counters.displaced += 1,
         }
         self.outputs.events.push(Event::Ended { request, stats });
     }

@@ -12,7 +12,9 @@ use chairlift_core::config::Settings;
 use chairlift_core::iteration::commit::{STATUS_FAILED, STATUS_OK, StepResults};
 use chairlift_core::iteration::plan::StepPlan;
 use chairlift_core::output::{Event, TokenLogprob};
-use chairlift_core::request::{Finish, NewRequest, RequestId, SamplingParams, StopParams, Time};
+use chairlift_core::request::{
+    Finish, NewRequest, RequestId, SamplingParams, StopParams, Ticket, Time,
+};
 use chairlift_core::text::TokenTable;
 use chairlift_core::{Engine, Vocabulary};
 
@@ -92,6 +94,8 @@ pub fn request(id: u64, prompt: Vec<u32>, max_tokens: u32) -> NewRequest {
             ..StopParams::default()
         },
         cache_salt: None,
+        priority: 0,
+        deadline: None,
     }
 }
 
@@ -148,7 +152,9 @@ impl Harness {
 
     /// Reserves and submits; panics on a refusal.
     pub fn submit(&mut self, request: NewRequest) {
-        self.engine.reserve(request.id).expect("a place");
+        self.engine
+            .reserve(self.now, Ticket::new(request.id))
+            .expect("a place");
         self.submit_reserved(request);
     }
 

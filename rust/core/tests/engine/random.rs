@@ -1,7 +1,7 @@
 //! Random operations on tiny engines: the invariants hold after every one.
 
 use chairlift_core::config::Settings;
-use chairlift_core::request::{NewRequest, RequestId};
+use chairlift_core::request::{NewRequest, RequestId, Ticket};
 use chairlift_core::text::{StopStrings, StopText};
 
 use crate::harness::{Harness, Random, request};
@@ -127,7 +127,11 @@ impl Run {
         let new = random_request(&mut self.random, &self.harness, self.next_id);
         let full = self.harness.engine.metrics().queued
             >= u64::from(self.harness.settings.max_queued_requests);
-        match self.harness.engine.reserve(new.id) {
+        match self
+            .harness
+            .engine
+            .reserve(self.harness.now, Ticket::new(new.id))
+        {
             Ok(()) if self.random.chance(80) => self.harness.submit_reserved(new),
             Ok(()) => self.at_the_door.push(new),
             Err(refusal) => assert_eq!((refusal.code(), full), ("queue_full", true)),
@@ -246,7 +250,7 @@ impl Run {
             aborted: metrics.aborted,
             failed: metrics.failed,
             finished: metrics.finished,
-            refused: metrics.refused,
+            refused: metrics.rejected,
             ..self.trace
         }
     }

@@ -1,7 +1,7 @@
 //! Scenarios with a name: what users of such servers have reported, and what the design promises.
 
 use chairlift_core::config::Settings;
-use chairlift_core::request::{Finish, NewRequest, RequestId, SamplingParams};
+use chairlift_core::request::{Finish, NewRequest, RequestId, SamplingParams, Ticket};
 use chairlift_core::text::{StopStrings, StopText};
 
 use crate::harness::{EOS, Harness, Random, next_token, request};
@@ -175,7 +175,12 @@ fn the_last_allowed_token_may_be_a_stop() {
 #[test]
 fn what_can_never_run_is_refused_with_the_numbers() {
     let mut harness = Harness::new(settings());
-    let reserve = |harness: &mut Harness| harness.engine.reserve(RequestId(9)).unwrap();
+    let reserve = |harness: &mut Harness| {
+        harness
+            .engine
+            .reserve(harness.now, Ticket::new(RequestId(9)))
+            .unwrap()
+    };
     let mut refuse = |new: NewRequest| {
         reserve(&mut harness);
         let error = harness.engine.submit(harness.now, new).unwrap_err();
@@ -212,7 +217,7 @@ fn what_can_never_run_is_refused_with_the_numbers() {
         let (code, message) = refuse(new);
         assert_eq!(code, "invalid_parameter", "case {position}: {message}");
     }
-    assert_eq!(harness.engine.metrics().refused, 13);
+    assert_eq!(harness.engine.metrics().rejected, 13);
     assert!(!harness.step(), "nothing of them is left");
 }
 
@@ -378,7 +383,13 @@ fn an_abort_frees_at_once_or_when_its_step_is_committed_and_not_before() {
 fn an_id_may_be_used_again_while_the_old_step_is_in_flight() {
     let mut harness = Harness::new(settings());
     harness.submit(plain(1, 8, 5));
-    assert!(harness.engine.reserve(RequestId(1)).is_err(), "live");
+    assert!(
+        harness
+            .engine
+            .reserve(harness.now, Ticket::new(RequestId(1)))
+            .is_err(),
+        "live"
+    );
     assert!(harness.schedule());
     harness.abort(1);
     harness.clients.clear();
