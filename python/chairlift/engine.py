@@ -91,6 +91,7 @@ class EngineOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     watermark_blocks: int | None
     max_queued_requests: int
+    max_in_flight_steps: int
     attention_backend: str
     num_threads: int | None
     max_logprobs: int
@@ -131,12 +132,14 @@ class EngineArgs:
     """Blocks that a newcomer leaves free while others run; None: one in a hundred."""
     max_queued_requests: int = 4_096
     """Most requests that wait; beyond it a submission is refused."""
+    max_in_flight_steps: int = 1
+    """Most steps that the executor has at once; 1 is all that there is today."""
     attention_backend: str = "cpu"
     """``cpu`` (the Rust kernel) or ``reference`` (plain PyTorch)."""
     num_threads: int | None = None
     """Threads of the forward pass; None: PyTorch's own choice."""
     max_logprobs: int = 20
-    """Most candidates per position that a request may ask for."""
+    """Most candidates per position that a request may ask for, of output or prompt."""
     seed: int = 0
     """Where the seeds of requests without one are drawn from."""
 
@@ -155,6 +158,7 @@ class CoreSettings:
     watermark_blocks: int | None
     max_queued_requests: int
     vocab_size: int
+    max_in_flight_steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +226,14 @@ class LocalEngine:
             InvalidRequestError: a parameter cannot be used.
         """
         longest = self.args.max_logprobs
-        if params.logprobs is not None and params.logprobs > longest:
-            raise InvalidRequestError(
-                f"logprobs is {params.logprobs}, but the engine gives {longest} at most; raise its "
-                "option max_logprobs",
-                code="invalid_parameter",
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, name)
+            if wanted is not None and wanted > longest:
+                raise InvalidRequestError(
+                    f"{name} is {wanted}, but the engine gives {longest} at most; raise its option "
+                    "max_logprobs",
+                    code="invalid_parameter",
+                )
         seed = params.seed
         if seed is None or seed < 0:
             seed = self._seeds.getrandbits(63)
@@ -424,6 +430,7 @@ def _settings(
         watermark_blocks=args.watermark_blocks,
         max_queued_requests=args.max_queued_requests,
         vocab_size=vocab_size,
+        max_in_flight_steps=args.max_in_flight_steps,
     )
     for name in CoreSettings.__slots__:
         value = getattr(settings, name)

@@ -42,6 +42,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="find KV blocks again by their content",
     )
     flag("--max-queued-requests", type=int, metavar="N", help="most requests that wait")
+    flag("--max-in-flight-steps", type=int, metavar="N", help="steps at once; only 1 today")
     flag("--attention-backend", choices=["cpu", "reference"], help="attention kernels")
     flag("--num-threads", type=int, metavar="N", help="threads of the forward pass")
     flag("--max-logprobs", type=int, metavar="N", help="most log-probabilities per position")

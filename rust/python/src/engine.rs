@@ -28,9 +28,6 @@ use crate::executor_thread::{self, ExecutorEnd};
 use crate::plan_memory::plan_sets;
 use crate::scheduler_thread::{self, SchedulerEnd};
 
-/// Plan sets: the one in flight, and one that the executor may still look at or that is being written.
-const RING: usize = 2;
-
 /// The attributes of the settings object; the names are the core's.
 #[derive(FromPyObject)]
 struct SettingsView {
@@ -44,6 +41,7 @@ struct SettingsView {
     watermark_blocks: Option<u32>,
     max_queued_requests: u32,
     vocab_size: u32,
+    max_in_flight_steps: u32,
 }
 
 impl From<SettingsView> for Settings {
@@ -61,6 +59,7 @@ impl From<SettingsView> for Settings {
             max_queued_tokens: None,
             policy: Policy::default(),
             vocab_size: view.vocab_size,
+            max_in_flight_steps: view.max_in_flight_steps,
         }
     }
 }
@@ -100,7 +99,9 @@ impl EngineCore {
         let outbox = Arc::new(Outbox::new()?);
         let (commands, received) = channel();
         let (to_executor, steps) = channel();
-        let ring = plan_sets(&limits, RING).into_iter().map(|lease| Step {
+        // Those in flight, and one that the executor may still look at or that is being written.
+        let num_sets = limits.max_in_flight_steps() as usize + 1;
+        let ring = plan_sets(&limits, num_sets).into_iter().map(|lease| Step {
             lease,
             results: StepResults::default(),
         });
@@ -115,7 +116,7 @@ impl EngineCore {
         let executor_end = ExecutorEnd {
             steps,
             commands: commands.clone(),
-            num_sets: RING,
+            num_sets,
             vocab_size: limits.vocab_size(),
         };
         let scheduler = py.detach(|| start_scheduler(settings, vocabulary, end))?;
@@ -195,6 +196,7 @@ impl EngineCore {
             ("watermark_blocks", limits.watermark_blocks()),
             ("max_queued_requests", limits.max_queued_requests()),
             ("vocab_size", limits.vocab_size()),
+            ("max_in_flight_steps", limits.max_in_flight_steps()),
         ];
         for (name, value) in entries {
             dict.set_item(name, value)?;
