@@ -10,12 +10,21 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, cast
 
 from chairlift import _core
-from chairlift.config import DURATION_UNITS, QUEUE_KEYS, TABLES, Config, PolicyConfig, check_keys
+from chairlift.config import (
+    DURATION_UNITS,
+    QUEUE_KEYS,
+    TABLES,
+    Config,
+    JoinConfig,
+    PolicyConfig,
+    PriceConfig,
+    check_keys,
+)
 from chairlift.engine_args import (
     ENGINE_KEYS,
     ConfigSource,
@@ -178,7 +187,7 @@ def _value(key: str, value: object, kind: str) -> str:
         return repr(value)
     if isinstance(value, str):
         return _quoted(value)
-    if is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, (PriceConfig, JoinConfig)):
         return f"{{ {', '.join(_lines(value))} }}"
     raise ConfigError(f"{key} is {value!r}; it must be text to be written to a file")
 
