@@ -307,6 +307,28 @@ def test_room_that_the_queue_did_not_have_is_kept():
         executor.release()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"priority": [1, 2, 3]},
+            "there are 2 prompts but 3 priority; give one for all, or one for",
+        ),
+        ({"priority": [1, "2"]}, "prompt 1: priority is '2'; it must be an integer"),
+        ({"tenant": 3}, "prompt 0: tenant is 3; it must be text of 1 to 128 bytes"),
+        ({"deadline": -1}, "prompt 0: deadline is -1; it must be a number of seconds"),
+    ],
+)
+def test_who_asks_is_checked_before_anything_runs(llm, executor, options, message):
+    for call in (llm.generate, lambda prompts, **rest: llm.chat(CHATS, **rest)):
+        with pytest.raises(InvalidRequestError, match=message):
+            call(["a", "b"], use_tqdm=False, **options)
+    assert not executor.steps
+
+
+CHATS = [[{"role": "user", "content": content}] for content in "ab"]
+
+
 # Refusals: before anything runs, with the numbers, and nothing is left.
 
 
