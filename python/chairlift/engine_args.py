@@ -7,7 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, TypedDict
 
 from chairlift import _core
-from chairlift.config import Config, PolicyConfig
+from chairlift.config import Config, PolicyConfig, shown
 from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -151,7 +151,11 @@ def check_args(args: EngineArgs) -> None:
             _check_integer(option.name, value, low=int(option.name in _POSITIVE))
         elif not isinstance(value, kind):
             wanted = "True or False" if kind is bool else "a string"
-            raise ConfigError(f"{option.name} is {value!r}; it must be {wanted}")
+            raise ConfigError(f"{option.name} is {shown(value)}; it must be {wanted}")
+    for name, method in (("tokenizer", "token_table"), ("executor", "launch")):
+        value = getattr(args, name)
+        if not (value is None or isinstance(value, str) or hasattr(value, method)):
+            raise ConfigError(f"{name} is {shown(value)}; it must be a string or have {method}()")
     _core.check_settings(
         core_settings(
             args,
@@ -194,4 +198,4 @@ def core_settings(
 def _check_integer(name: str, value: object, *, low: int) -> None:
     high = _LARGEST.get(name, 2**31 - 1)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name} is {value!r}; it must be an integer from {low} to {high}")
+        raise ConfigError(f"{name} is {shown(value)}; it must be an integer from {low} to {high}")
