@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import select
 import threading
@@ -22,7 +23,7 @@ from chairlift.errors import (
     RequestFailedError,
     TryLaterError,
 )
-from chairlift.executor import SampleLogprobs, StepResult
+from chairlift.executor import RaggedLogprobs, StepResult
 from chairlift.outputs import failure
 from chairlift.prompts import ParsedPrompt
 from chairlift.request_args import RequestArgs
@@ -383,11 +384,18 @@ def replaced(**changes):
 
 
 def logprobs(offsets, ids, values):
-    return SampleLogprobs(
+    return RaggedLogprobs(
         np.array(offsets, dtype=np.int32),
         np.array(ids, dtype=np.int32),
         np.array(values, dtype=np.float32),
     )
+
+
+def two_tokens(offsets):
+    return {
+        "token_ids": np.array([97, 98], dtype=np.int32),
+        "token_offsets": np.array(offsets, dtype=np.int32),
+    }
 
 
 @pytest.mark.parametrize(
@@ -413,6 +421,17 @@ def logprobs(offsets, ids, values):
         (replaced(logprobs=logprobs([0, 2], [1], [0.0])), "must rise from 0 to the 1 entries"),
         (replaced(logprobs=logprobs([0, 1], [1], [])), "logprobs.values has 0 entries"),
         (replaced(logprobs=logprobs([0, 1], [999], [0.0])), "logprobs.token_ids has token 999"),
+        (
+            replaced(logprobs=logprobs([0, 1], [9], [0.0]), **two_tokens([0, 2])),
+            "logprobs has 1 entries, but the step needs 2",
+        ),
+        (
+            replaced(prompt_logprobs=logprobs([0, 1], [9], [0.0])),
+            "prompt_logprobs.offsets has 2 entries, .* needs 1",
+        ),
+        (replaced(**two_tokens([0, 1])), "token_offsets must rise, by 1 or more, from 0 to the 2"),
+        (replaced(**two_tokens([1, 2])), "they begin with 1 and end with 2"),
+        (replaced(**two_tokens([0, 1, 2])), "token_offsets has 3 entries, .* needs 2"),
         (lambda _: "?", "AttributeError: 'str' object has no attribute 'statuses'"),
     ],
 )
@@ -458,6 +477,19 @@ def test_a_failed_rows_token_is_not_looked_at(start):
     last = deltas_of(until_ended(engine, request_id), request_id)[-1]
     assert "failed on this request" in last.error
     assert engine.client.metrics()["failed_steps"] == 0
+
+
+def test_prompt_log_probabilities_that_do_not_come_fail_the_step(start):
+    class Forgetful(ScriptedExecutor):
+        def execute(self, plan):
+            return dataclasses.replace(super().execute(plan), prompt_logprobs=None)
+
+    engine = start(Forgetful())
+    request_id = submit(engine, "abc", 5, prompt_logprobs=1)
+    last = deltas_of(until_ended(engine, request_id), request_id)[-1]
+    assert "prompt_logprobs is None, but the step scores 2 prompt tokens" in last.error
+    until_ended(engine, submit(engine, "abc", 5))
+    assert engine.client.metrics()["failed"] == 1
 
 
 def test_failing_every_step_never_ends_the_engine(start, caplog):

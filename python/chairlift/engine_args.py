@@ -49,6 +49,7 @@ class EngineOptions(TypedDict, total=False):
     watermark_blocks: int | None
     max_queued_requests: int
     max_queued_tokens: int | None
+    max_in_flight_steps: int
     attention_backend: str
     num_threads: int | None
     max_logprobs: int
@@ -100,12 +101,14 @@ class EngineArgs:
     """Most requests that wait; beyond it a submission is refused."""
     max_queued_tokens: int | None = None
     """Most prompt tokens that wait; None: no bound."""
+    max_in_flight_steps: int = 1
+    """Most steps that the executor has at once; 1 is all that there is today."""
     attention_backend: str = "cpu"
     """``cpu`` (the Rust kernel) or ``reference`` (plain PyTorch)."""
     num_threads: int | None = None
     """Threads of the forward pass; None: PyTorch's own choice."""
     max_logprobs: int = 20
-    """Most candidates per position that a request may ask for."""
+    """Most candidates per position that a request may ask for, of output or prompt."""
     seed: int = 0
     """Where the seeds of requests without one are drawn from."""
 
@@ -130,6 +133,7 @@ class CoreSettings:
     max_queued_tokens: int | None
     policy: PolicyConfig
     vocab_size: int
+    max_in_flight_steps: int
 
 
 def check_args(args: EngineArgs) -> None:
@@ -189,6 +193,7 @@ def core_settings(
         max_queued_tokens=args.max_queued_tokens,
         policy=args.config.policy,
         vocab_size=vocab_size,
+        max_in_flight_steps=args.max_in_flight_steps,
     )
     for name in ("max_model_len", "num_kv_blocks", "vocab_size"):
         _check_integer(name, getattr(settings, name), low=0)

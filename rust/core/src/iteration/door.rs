@@ -468,6 +468,7 @@ impl Ledger {
             level,
             leaf: entry.leaf,
             prompt,
+            num_tokens_to_score: request.num_tokens_to_score(),
             n: request.sampling.n,
             table: lane.pool.table(),
             root,
