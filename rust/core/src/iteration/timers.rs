@@ -90,10 +90,8 @@ impl Ledger {
         if let Some(deadline) = entry.request.deadline {
             dues.push((deadline, Due::End(Finish::DeadlineMissed)));
         }
-        if matches!(
-            waiting.fresh.standing,
-            Standing::Promoted | Standing::Parked
-        ) {
+        let standing = self.standing(entry, waiting);
+        if standing == Standing::Promoted {
             return dues;
         }
         if let Some(most) = class.max_queue_time_us {
