@@ -195,12 +195,11 @@ impl<'a> World<'a> {
         };
         self.clients.records[at].rejections += 1;
         let may_retry = self.config.retry && self.clients.records[at].rejections == 1;
-        match retry_after_us(&error).filter(|_| may_retry) {
-            Some(after_us) => self.expect(self.now_us + after_us, Event::Retry(index)),
-            None => {
-                let outcome = Outcome::Rejected(error.code());
-                self.clients.end(at, outcome, self.now_us);
-            }
+        if let Some(after_us) = retry_after_us(&error).filter(|_| may_retry) {
+            self.expect(self.now_us + after_us, Event::Retry(index));
+        } else {
+            let outcome = Outcome::Rejected(error.code());
+            self.clients.end(at, outcome, self.now_us);
         }
     }
 
