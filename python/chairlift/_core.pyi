@@ -1,7 +1,7 @@
 """The Rust extension. Kept by hand; ``make check`` compares it with the module (mypy.stubtest)."""
 
-from collections.abc import Sequence
-from typing import Self, final
+from collections.abc import Callable, Sequence
+from typing import Any, Self, final
 
 import numpy as np
 from numpy import float32, int32, int64, uint8
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from chairlift.engine import CoreSettings, CoreVocabulary
 from chairlift.executor import Executor
 from chairlift.sampling import SamplingParams
+from chairlift.simulation import CostProfile, Options, Workload
 
 @final
 class Request:
@@ -142,6 +143,23 @@ class EngineCore:
     def now(self) -> float: ...
 
 def check_settings(settings: CoreSettings) -> None: ...
+
+# Simulator
+
+def simulate(
+    settings: CoreSettings,
+    profile: CostProfile,
+    workload: Workload,
+    options: Options,
+    progress: Callable[[int], object] | None = None,
+) -> dict[str, Any]: ...
+def capacity(
+    settings: CoreSettings,
+    profile: CostProfile,
+    workload: Workload,
+    options: Options,
+    progress: Callable[[int], object] | None = None,
+) -> float | None: ...
 
 # Kernels
 

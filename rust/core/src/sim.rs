@@ -28,7 +28,7 @@ pub use fairness::GapProbe;
 pub use profile::CostProfile;
 pub use random::{Cause, Random};
 pub use record::{Gap, Iteration, IterationView, Outcome, Record, ServiceSample, SimOutcome};
-pub use service::Services;
+pub use service::{Services, TenantService};
 pub use workload::{SimRequest, Workload};
 
 use crate::Engine;

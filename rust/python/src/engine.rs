@@ -46,23 +46,23 @@ struct SettingsView {
     vocab_size: u32,
 }
 
-impl From<SettingsView> for Settings {
-    fn from(view: SettingsView) -> Self {
-        Self {
-            max_num_seqs: view.max_num_seqs,
-            max_num_batched_tokens: view.max_num_batched_tokens,
-            max_model_len: view.max_model_len,
-            long_prefill_token_threshold: view.long_prefill_token_threshold,
-            block_size: view.block_size,
-            num_kv_blocks: view.num_kv_blocks,
-            enable_prefix_caching: view.enable_prefix_caching,
-            watermark_blocks: view.watermark_blocks,
-            max_queued_requests: view.max_queued_requests,
-            max_queued_tokens: None,
-            policy: Policy::default(),
-            vocab_size: view.vocab_size,
-        }
-    }
+/// Reads an object with the attributes of `chairlift.engine.CoreSettings`.
+pub fn read_settings(settings: &Bound<'_, PyAny>) -> PyResult<Settings> {
+    let view: SettingsView = settings.extract()?;
+    Ok(Settings {
+        max_num_seqs: view.max_num_seqs,
+        max_num_batched_tokens: view.max_num_batched_tokens,
+        max_model_len: view.max_model_len,
+        long_prefill_token_threshold: view.long_prefill_token_threshold,
+        block_size: view.block_size,
+        num_kv_blocks: view.num_kv_blocks,
+        enable_prefix_caching: view.enable_prefix_caching,
+        watermark_blocks: view.watermark_blocks,
+        max_queued_requests: view.max_queued_requests,
+        max_queued_tokens: None,
+        policy: Policy::default(),
+        vocab_size: view.vocab_size,
+    })
 }
 
 /// The bytes of every token, and which tokens end a text.
@@ -93,7 +93,7 @@ impl EngineCore {
     #[new]
     fn new(settings: &Bound<'_, PyAny>, vocabulary: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = settings.py();
-        let settings: Settings = settings.extract::<SettingsView>()?.into();
+        let settings = read_settings(settings)?;
         let limits = Arc::new(validate(&settings)?);
         let vocabulary = read_vocabulary(py, vocabulary.extract()?)?;
         let eos_token_ids = vocabulary.eos_token_ids.clone();
@@ -213,7 +213,7 @@ impl Drop for EngineCore {
 /// Raises what starting an engine with these settings would raise, without starting one.
 #[pyfunction]
 pub fn check_settings(settings: &Bound<'_, PyAny>) -> PyResult<()> {
-    validate(&settings.extract::<SettingsView>()?.into()).map(drop)
+    validate(&read_settings(settings)?).map(drop)
 }
 
 fn validate(settings: &Settings) -> PyResult<Limits> {
