@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from chairlift.engine import CoreSettings
+from chairlift.config import PolicyConfig
+from chairlift.engine_args import CoreSettings
 from chairlift.simulation import CostProfile
 
 EXACT = CostProfile(
@@ -28,6 +29,8 @@ def settings(**changes):
         "enable_prefix_caching": False,
         "watermark_blocks": None,
         "max_queued_requests": 100_000,
+        "max_queued_tokens": None,
+        "policy": PolicyConfig(),
         "vocab_size": 1,
     }
     return CoreSettings(**{**values, **changes})

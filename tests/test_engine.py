@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from chairlift import EngineDeadError, QueueFullError, SamplingParams, _core
-from chairlift.engine import CoreSettings, EngineArgs, EngineOptions, LocalEngine
+from chairlift.engine import LocalEngine
+from chairlift.engine_args import CoreSettings, EngineArgs, EngineOptions
 from chairlift.errors import InvalidRequestError
 from chairlift.executor import SampleLogprobs, StepResult
 from chairlift.prompts import ParsedPrompt
@@ -67,7 +68,7 @@ def deltas_of(batches, request_id):
 def test_options_and_arguments_agree():
     assert set(EngineOptions.__annotations__) | {"model"} == set(EngineArgs.__slots__)
     # What the core reads, it finds.
-    assert set(CoreSettings.__slots__) - {"vocab_size"} <= set(EngineArgs.__slots__)
+    assert set(CoreSettings.__slots__) - {"vocab_size", "policy"} <= set(EngineArgs.__slots__)
 
 
 def test_flat_arrays_and_objects_say_the_same(start):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import pytest
 
 from chairlift import (
@@ -13,6 +11,7 @@ from chairlift import (
     SamplingParams,
 )
 from chairlift.errors import ConfigError, TokenizerError
+from chairlift.llm import _Call
 from chairlift.testing import ScriptedExecutor
 
 
@@ -95,7 +94,8 @@ def test_many_more_prompts_than_the_queue_has_room(executor):
         for prompt, result in zip(prompts, results, strict=True):
             assert result.outputs[0].token_ids == executor.expected(prompt, 5)
         metrics = llm.metrics()
-        assert metrics["submitted"] == metrics["finished"] == 200
+        # A prompt that found no place was rejected and waited outside.
+        assert metrics["submitted"] - metrics["rejected"] == metrics["finished"] == 200
         # Feeding one in, one out would not keep four rows busy.
         steady = [step for step in executor.steps if step.num_prefills + step.num_decodes == 4]
         assert len(steady) > 150
@@ -296,12 +296,14 @@ def test_room_that_the_queue_did_not_have_is_kept():
     executor = ScriptedExecutor()
     executor.hold()
     with make(executor, max_queued_requests=3, max_num_seqs=1) as llm:
-        waiting = deque(llm._prepare(["a"] * 8, tokens(2)))
-        live = {}
-        assert llm._feed(waiting, live, 1) == 0
+        call = _Call(llm._engine, llm._prepare(["a"] * 8, tokens(2), 0, {}), lambda _: None)
+        call.room = 1
+        call.feed()
         executor.wait_held()
-        assert llm._feed(waiting, live, 5) == 2
-        assert len(live) == 4
+        assert (call.room, llm.metrics()["live"]) == (0, 1)
+        call.room = 5
+        call.feed()
+        assert (call.room, llm.metrics()["live"]) == (2, 4)
         executor.release()
 
 

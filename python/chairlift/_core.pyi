@@ -7,8 +7,11 @@ import numpy as np
 from numpy import float32, int32, int64, uint8
 from numpy.typing import NDArray
 
-from chairlift.engine import CoreSettings, CoreVocabulary
+from chairlift.config import PolicyConfig
+from chairlift.engine import CoreVocabulary
+from chairlift.engine_args import CoreSettings
 from chairlift.executor import Executor
+from chairlift.request_args import RequestArgs
 from chairlift.sampling import SamplingParams
 from chairlift.simulation import CostProfile, Options, Workload
 
@@ -20,6 +23,7 @@ class Request:
         cls,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
+        args: RequestArgs | None = None,
         *,
         seed: int,
         cache_salt: str | None = None,
@@ -113,7 +117,7 @@ class EngineClient:
     """The client of an engine."""
 
     def check(self, request: Request) -> None: ...
-    def reserve(self) -> Reservation: ...
+    def reserve(self, args: RequestArgs | None = None, *, n: int = 1) -> Reservation: ...
     def submit(self, request: Request, reservation: Reservation | None = None) -> int: ...
     def submit_many(self, requests: Sequence[Request]) -> list[int]: ...
     def abort(self, request_id: int) -> None: ...
@@ -127,6 +131,7 @@ class EngineClient:
     def end_reason(self) -> str | None: ...
     @property
     def wake_ups(self) -> int: ...
+    def reload(self, policy: PolicyConfig) -> None: ...
     def metrics(self) -> dict[str, int]: ...
 
 @final
@@ -143,6 +148,7 @@ class EngineCore:
     def now(self) -> float: ...
 
 def check_settings(settings: CoreSettings) -> None: ...
+def check_policy(policy: PolicyConfig) -> None: ...
 
 # Simulator
 

@@ -6,10 +6,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from chairlift.errors import ChairliftError, EngineDeadError, RequestFailedError
+from chairlift.errors import (
+    ChairliftError,
+    EngineDeadError,
+    OverloadedError,
+    QueueTimeoutError,
+    RequestFailedError,
+    TryLaterError,
+)
 
 if TYPE_CHECKING:
     from chairlift import _core
+
+
+_GIVEN_UP: dict[str, type[TryLaterError]] = {
+    "queue_timeout": QueueTimeoutError,
+    "deadline_missed": QueueTimeoutError,
+    "shed": OverloadedError,
+    "displaced": OverloadedError,
+}
+"""By finish reason, what became of a request that was accepted and never scheduled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +134,8 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    """``stop``, ``length``, ``abort`` or ``error``."""
+    """``stop``, ``length``, ``abort`` or ``error``; of a request that never ran, the code of
+    :attr:`RequestOutput.error`."""
     stop_reason: int | str | None = None
     """The stop token or stop string; None for the end-of-sequence token."""
     logprobs: list[PositionLogprobs] | None = None
@@ -140,8 +157,9 @@ class RequestOutput:
     """Key of the random stream, given or drawn: the same seed gives the same tokens again."""
     finished: bool = False
     error: ChairliftError | None = None
-    """Why an answer ended with ``error``."""
+    """Why the request failed, or why it never ran."""
     stats: RequestStats | None = None
+    """None: it was refused at the door."""
 
     @property
     def num_cached_tokens(self) -> int:
@@ -154,6 +172,9 @@ def failure(delta: _core.Delta) -> ChairliftError | None:
     message = delta.error
     if message is None:
         return None
+    given_up = _GIVEN_UP.get(delta.finish_reason or "")
+    if given_up is not None:
+        return given_up(message, code=delta.finish_reason)
     return EngineDeadError(message) if delta.engine_died else RequestFailedError(message)
 
 

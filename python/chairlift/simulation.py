@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from chairlift import _core
-from chairlift.engine import CoreSettings
+from chairlift.engine_args import CoreSettings
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]

@@ -4,10 +4,11 @@
 //! command whose answer channel is dropped is a scheduler that has ended, which the asker sees as a
 //! disconnected channel and never as a hang.
 
-use std::sync::mpsc::{Receiver, RecvError, SyncSender, TryRecvError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use chairlift_core::config::policy::Policy;
 use chairlift_core::iteration::commit::StepResults;
 use chairlift_core::iteration::plan::StepPlan;
 use chairlift_core::request::{NewRequest, RequestId, Ticket};
@@ -16,19 +17,29 @@ use crate::errors::Refusal;
 use crate::metrics::EngineMetrics;
 use crate::plan_memory::PlanLease;
 
-/// Receives what is expected any moment: polls for so long, letting others run, and only then sleeps.
+/// Receives what is expected any moment: polls for so long, letting others run, and only then sleeps,
+/// until `limit` if there is one.
 ///
 /// Waking a thread whose core has gone idle costs tens of microseconds on a virtual machine, more than
 /// a whole iteration of the scheduler.
-pub fn recv_soon<T>(receiver: &Receiver<T>, patience: Duration) -> Result<T, RecvError> {
-    let end = Instant::now() + patience;
+pub fn recv_soon<T>(
+    receiver: &Receiver<T>,
+    patience: Duration,
+    limit: Option<Instant>,
+) -> Result<T, RecvTimeoutError> {
+    let patient_until = Instant::now() + patience;
+    let end = limit.map_or(patient_until, |limit| limit.min(patient_until));
     loop {
         match receiver.try_recv() {
             Ok(value) => return Ok(value),
-            Err(TryRecvError::Disconnected) => return Err(RecvError),
+            Err(TryRecvError::Disconnected) => return Err(RecvTimeoutError::Disconnected),
             Err(TryRecvError::Empty) if Instant::now() < end => thread::yield_now(),
-            Err(TryRecvError::Empty) => return receiver.recv(),
+            Err(TryRecvError::Empty) => break,
         }
+    }
+    match limit {
+        None => receiver.recv().map_err(RecvTimeoutError::from),
+        Some(limit) => receiver.recv_timeout(limit.saturating_duration_since(Instant::now())),
     }
 }
 
@@ -61,11 +72,13 @@ pub enum Command {
     Submit(Box<NewRequest>, Reply<Result<(), Refusal>>),
     /// Reserve and submit one after the other until one is refused; answers how many were taken, and
     /// the refusal.
-    SubmitMany(Vec<NewRequest>, Reply<(usize, Option<Refusal>)>),
+    SubmitMany(Vec<(Ticket, NewRequest)>, Reply<(usize, Option<Refusal>)>),
     /// End a request, whatever its state.
     Abort(RequestId),
     /// End every request.
     AbortAll,
+    /// Go over to another policy.
+    Reload(Box<Policy>, Reply<Result<(), Refusal>>),
     /// Counters and gauges.
     Metrics(Reply<EngineMetrics>),
     /// The executor ran a step.

@@ -21,6 +21,7 @@ mod metrics;
 mod numpy;
 mod plan_memory;
 mod plan_views;
+mod policy;
 mod record;
 mod request;
 mod sampler;
@@ -37,7 +38,7 @@ mod _core {
     #[pymodule_export]
     use crate::client::{EngineClient, Reservation};
     #[pymodule_export]
-    use crate::engine::{EngineCore, check_settings};
+    use crate::engine::{EngineCore, check_policy, check_settings};
     #[pymodule_export]
     use crate::kernels::{
         AttentionBatch, AttentionLayer, add_rms_norm, attention_forward, kernel_pool,

@@ -2,7 +2,7 @@
 //!
 //! It sleeps on one channel (and on the core's next timer), serves whatever arrives, and whenever no
 //! step is in flight plans the next one. A step runs on the executor thread meanwhile; commands are
-//! served all the same. After a step: commit, plan the next, hand it over, and only then deliver, so
+//! served and timers fire all the same. After a step: commit, plan the next, hand it over, and only then deliver, so
 //! that the executor never waits for a client.
 //!
 //! The engine ends in one of three ways, after each of which every request has had its end and every
@@ -15,6 +15,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use chairlift_core::Engine;
+use chairlift_core::config::policy::Policy;
 use chairlift_core::request::{NewRequest, Ticket, Time};
 
 use crate::command::{Command, Step, recv_soon};
@@ -108,12 +109,15 @@ impl Scheduler {
             let frees_the_executor =
                 matches!(command, Command::StepDone(_) | Command::StepFailed(..));
             self.serve(command);
-            if frees_the_executor || !self.is_open {
+            if frees_the_executor || !self.is_open || self.timer_is_due() {
                 break;
             }
             next = self.end.commands.try_recv().ok();
         }
         if self.is_open {
+            if self.timer_is_due() {
+                self.engine.on_time(self.now());
+            }
             self.plan();
         }
         self.deliver(None);
@@ -121,23 +125,22 @@ impl Scheduler {
 
     /// The next command, or `None` when a timer of the core is due.
     fn sleep(&self) -> Option<Command> {
-        let received = match self.engine.next_wake() {
-            None => {
-                // A step of a small model may be back at once; without one nothing is expected.
-                let patience = self.in_flight.as_ref().map_or(Duration::ZERO, |_| PATIENCE);
-                recv_soon(&self.end.commands, patience).map_err(|_| RecvTimeoutError::Disconnected)
-            }
-            Some(time) => {
-                let left = Duration::from_micros(time.since_us(self.now()));
-                self.end.commands.recv_timeout(left)
-            }
-        };
-        match received {
+        // A step of a small model may be back at once; without one nothing is expected.
+        let patience = self.in_flight.as_ref().map_or(Duration::ZERO, |_| PATIENCE);
+        let timer = self.engine.next_wake();
+        // A timer beyond what the clock can tell never fires.
+        let limit = timer.and_then(|at| self.end.epoch.checked_add(Duration::from_micros(at.0)));
+        match recv_soon(&self.end.commands, patience, limit) {
             Ok(command) => Some(command),
             Err(RecvTimeoutError::Timeout) => None,
             // Every other end is gone: nobody is left to serve.
             Err(RecvTimeoutError::Disconnected) => Some(Command::Shutdown),
         }
+    }
+
+    fn timer_is_due(&self) -> bool {
+        let timer = self.engine.next_wake();
+        timer.is_some_and(|at| at <= self.now())
     }
 
     /// An answer whose asker is gone is dropped.
@@ -158,6 +161,9 @@ impl Scheduler {
                 self.engine.abort(now, id);
             }
             Command::AbortAll => self.engine.abort_all(now),
+            Command::Reload(policy, reply) => {
+                let _ = reply.send(self.reload(now, &policy));
+            }
             Command::Metrics(reply) => {
                 let _ = reply.send(self.metrics());
             }
@@ -194,10 +200,21 @@ impl Scheduler {
         Ok(())
     }
 
-    fn submit_many(&mut self, now: Time, requests: Vec<NewRequest>) -> (usize, Option<Refusal>) {
-        for (taken, request) in requests.into_iter().enumerate() {
+    fn reload(&mut self, now: Time, policy: &Policy) -> Result<(), Refusal> {
+        match &self.dead {
+            Some(reason) => Err(Refusal::Dead(Arc::clone(reason))),
+            None => Ok(self.engine.reload(now, policy)?),
+        }
+    }
+
+    fn submit_many(
+        &mut self,
+        now: Time,
+        requests: Vec<(Ticket, NewRequest)>,
+    ) -> (usize, Option<Refusal>) {
+        for (taken, (ticket, request)) in requests.into_iter().enumerate() {
             let result = self
-                .reserve(now, Ticket::new(request.id))
+                .reserve(now, ticket)
                 .and_then(|()| self.submit(now, request));
             if let Err(refusal) = result {
                 return (taken, Some(refusal));
