@@ -105,9 +105,7 @@ class Workload:
             tenants=list(tenants),
             priority=None if priority is None else _ints(priority),
             deadline_s=(
-                None
-                if deadline_s is None
-                else np.ascontiguousarray(deadline_s, dtype=np.float64)
+                None if deadline_s is None else np.ascontiguousarray(deadline_s, dtype=np.float64)
             ),
         )
 
