@@ -1,4 +1,4 @@
-"""The simulator as Python sees it: arrays in, arrays out, the same every time, and interruptible."""
+"""The simulator as Python sees it: arrays in, arrays out, and a way to stop it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from simulations import EXACT, settings
 
 from chairlift.errors import ConfigError
 from chairlift.simulation import GPU_8B, Options, Workload, capacity, simulate
+from simulations import EXACT, settings
 
 
 def crowd(count=300):

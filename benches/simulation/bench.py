@@ -90,7 +90,7 @@ class Bench:
     max_num_batched_tokens: int = 2_048
     max_tokens: int = 1_024
     quiet: bool = False
-    _capacities: dict[str, float] = field(default_factory=dict)
+    _capacities: dict[tuple[str, int, int], float] = field(default_factory=dict)
 
     def settings(self, policy: PolicyConfig, *workloads: Workload) -> CoreSettings:
         """Limits under which every request of the workloads fits."""
@@ -115,7 +115,8 @@ class Bench:
 
     def capacity(self, trace: Trace) -> float:
         """Requests a second that continuous FCFS serves of the trace's first 4,000."""
-        if trace.name not in self._capacities:
+        key = (trace.name, self.max_num_seqs, self.max_num_batched_tokens)
+        if key not in self._capacities:
             workload = trace.at_once()
             settings = self.settings(PolicyConfig(), workload)
             options = Options(seed=self.seed, max_tokens=self.max_tokens)
@@ -123,8 +124,8 @@ class Bench:
                 rate = capacity(
                     settings, self.profile.cost, workload, options, progress=progress.report
                 )
-            self._capacities[trace.name] = rate or 0.0
-        return self._capacities[trace.name]
+            self._capacities[key] = rate or 0.0
+        return self._capacities[key]
 
     def at_load(self, load: float, trace: Trace | None = None) -> Workload:
         """Scale the arrivals to ``load`` times the capacity."""
@@ -139,7 +140,7 @@ class Bench:
         options: Options | None = None,
         **limits: int,
     ) -> Run:
-        """Simulate; aborts, retries and gaps as in every figure unless ``options`` say otherwise."""
+        """Simulate, with aborts and gaps unless ``options`` say otherwise."""
         options = options or Options(abort_share=ABORT_SHARE, keep_gaps=True)
         options = replace(options, seed=self.seed, max_tokens=self.max_tokens)
         settings = replace(self.settings(policy, workload), **limits)

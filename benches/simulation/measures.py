@@ -161,7 +161,8 @@ def bound_by(run: Run) -> str:
     slots = waiting & ~arithmetic & (result.running >= run.settings.max_num_seqs)
     memory = waiting & ~arithmetic & ~slots
     shares = {"arithmetic": arithmetic, "slots": slots, "memory or policy": memory}
-    told = [f"{name} {mask.sum() / waiting.sum():.0%}" for name, mask in shares.items()]
+    total = waiting.sum()
+    told = [f"{name} {mask.sum() / total:.0%}" for name, mask in shares.items() if mask.any()]
     return f"{', '.join(told)} of the {waiting.mean():.0%} of iterations in which somebody waited"
 
 

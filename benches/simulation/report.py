@@ -135,28 +135,25 @@ def state_of(bench: Bench, runs: Sequence[Run], **more: str) -> dict[str, str]:
     }
 
 
+_LATENCIES = (
+    ("TTFT s", measures.ttft, 1),
+    ("ITL ms", measures.itl, 1_000),
+    ("TPOT ms", measures.tpot, 1_000),
+    ("E2E s", measures.e2e, 1),
+    ("queue time s", measures.queue_time, 1),
+)
+
+
 def latencies(title: str, runs: Sequence[Run], chosen: Sequence[Mask] | None = None) -> Table:
-    """Percentiles of every latency, in seconds; ITL and TPOT in milliseconds."""
-    header = ["run"]
-    for name in ("TTFT", "E2E", "queue"):
-        header += [f"{name} p{percent} s" for percent in (50, 95, 99)]
-    for name in ("ITL", "TPOT"):
-        header += [f"{name} p{percent} ms" for percent in (50, 95, 99)]
+    """Percentiles of every latency, of the chosen requests of each run."""
+    masks = [everyone(run) for run in runs] if chosen is None else chosen
     rows: list[list[Cell]] = []
-    for at, run in enumerate(runs):
-        mask = everyone(run) if chosen is None else chosen[at]
-        row: list[Cell] = [run.label]
-        for measure, scale in (
-            (measures.ttft, 1),
-            (measures.e2e, 1),
-            (measures.queue_time, 1),
-            (measures.itl, 1_000),
-            (measures.tpot, 1_000),
-        ):
+    for name, measure, scale in _LATENCIES:
+        for run, mask in zip(runs, masks, strict=True):
             values = measure(run, mask) * scale
-            row += [measures.percentile(values, percent) for percent in (50, 95, 99)]
-        rows.append(row)
-    return Table(title, header, rows)
+            percentiles = [measures.percentile(values, percent) for percent in (50, 95, 99)]
+            rows.append([name, run.label, *percentiles])
+    return Table(title, ("latency", "run", "p50", "p95", "p99"), rows)
 
 
 def engine_table(runs: Sequence[Run]) -> Table:

@@ -57,7 +57,7 @@ class CostProfile:
 GPU_8B = CostProfile(
     t0_s=0.6e-3, t_seq_s=4e-6, t_w_s=5.4e-3, t_tok_s=32e-6, t_ctx_s=0.0437e-6, t_pair_s=1.31e-9
 )
-"""Llama-3.1-8B in bf16 on one GPU of the H100's class, analytic: 3.0 TB/s, 500 TFLOP/s sustained."""
+"""Llama-3.1-8B in bf16 on one GPU of the H100's class, analytic: 3.0 TB/s and 500 TFLOP/s."""
 GPU_8B_BLOCKS = 28_600
 """KV blocks of 16 tokens that go with it: 60 GB at 131,072 bytes a token."""
 GPU_8B_SMALL_BLOCKS = 4_000

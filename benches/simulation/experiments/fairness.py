@@ -49,8 +49,8 @@ def run(bench: Bench) -> Report:
             bench,
             [fair, fcfs],
             backlogged=(
-                f"{ROWS} rows, {bench.iterations:,} iterations, prompts of {INPUT[0]} to {INPUT[1]} "
-                f"and answers of {OUTPUT[0]} to {OUTPUT[1]} tokens"
+                f"{ROWS} rows, {bench.iterations:,} iterations, prompts of {INPUT[0]} "
+                f"to {INPUT[1]} and answers of {OUTPUT[0]} to {OUTPUT[1]} tokens"
             ),
         ),
     )

@@ -1,4 +1,4 @@
-"""What batches cost that nobody joins or leaves: static, window and continuous beside each other."""
+"""What batches cost that nobody joins or leaves: static, window and continuous batching."""
 
 from __future__ import annotations
 

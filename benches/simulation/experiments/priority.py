@@ -1,7 +1,8 @@
 """Interactive requests above a flood of batch work, and batch work under a flood of interactive.
 
-First: batch requests all wait from the start, interactive ones come at the load. Second, for ageing:
-interactive requests alone are more than can be served, and a trickle of batch requests waits.
+First: batch requests all wait from the start, interactive ones come at the load. Second, for
+ageing: interactive requests alone are more than can be served, and a trickle of batch requests
+waits.
 """
 
 from __future__ import annotations

@@ -151,9 +151,10 @@ def _reached_the_bound(run: Run) -> Mask:
 
 
 def _iterations_with_room(run: Run) -> tuple[int, int]:
-    """Count the requests that missed the bound, and the iterations that could have had the oldest.
+    """Count the requests that missed the bound, and the iterations with room for the oldest.
 
-    An iteration has room when it leaves a row, tokens of its budget, and memory above the watermark.
+    An iteration has room when it leaves a row, tokens of its budget, and memory above the
+    watermark.
     """
     result, settings = run.result, run.settings
     late = np.flatnonzero(_reached_the_bound(run))
