@@ -7,13 +7,17 @@ use crate::config::policy::Policy;
 use crate::config::{Limits, Settings, Vocabulary};
 use crate::error::{CommitError, ConfigError, SubmitError};
 use crate::iteration::commit::{Commit, StepResults, remove_ended};
+use crate::iteration::join::window_end;
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::StepPlan;
 use crate::iteration::scheduler::Scheduler;
+use crate::iteration::shares::Share;
 use crate::metrics::Metrics;
 use crate::output::OutputBatch;
 use crate::request::{Finish, NewRequest, RequestId, Ticket, Time};
+use crate::waiting::forecast::Blocked;
+use crate::waiting::reasons::{WaitReason, WaitTimes};
 
 /// The scheduler: queue, KV memory and iterations of one model.
 pub struct Engine {
@@ -42,10 +46,11 @@ impl Engine {
 
     /// Takes a place at the door, before the prompt is tokenised.
     ///
-    /// It is given back when the request is first scheduled, rejected, aborted or released.
-    pub fn reserve(&mut self, _now: Time, ticket: Ticket) -> Result<(), SubmitError> {
-        let Ticket { id, .. } = ticket;
-        let reserved = self.ledger.reserve(id);
+    /// It is given back when the request is first scheduled, rejected, aborted, given up or released.
+    pub fn reserve(&mut self, now: Time, ticket: Ticket) -> Result<(), SubmitError> {
+        let reserved = self
+            .ledger
+            .reserve(&mut self.lane, &self.limits, ticket, now);
         self.count_rejection(&reserved);
         reserved
     }
@@ -57,44 +62,44 @@ impl Engine {
         }
     }
 
-    /// Applies new classes' numbers, tenants, weights and quotas to the running engine.
-    ///
-    /// Nothing that was accepted is lost. An error changes nothing.
-    pub fn reload(&mut self, _now: Time, policy: &Policy) -> Result<(), ConfigError> {
-        let rules = policy.validate()?;
-        self.limits.rules().check_reload(&rules)
-    }
-
     /// Gives a reserved place back; nothing happens if there is none.
     pub fn release(&mut self, id: RequestId) {
-        self.ledger.reserved.remove(&id);
+        self.ledger.release(id);
     }
 
-    /// Lets a request wait whose place was reserved. A refusal gives the place back.
+    /// Lets a request wait whose place was reserved. A rejection gives the place back.
     pub fn submit(&mut self, now: Time, request: NewRequest) -> Result<(), SubmitError> {
         let submitted = self.try_submit(now, request);
         self.count_rejection(&submitted);
+        if submitted.is_ok() {
+            self.ledger.shed(&mut self.lane, &self.limits, now);
+        }
         submitted
     }
 
     fn try_submit(&mut self, now: Time, request: NewRequest) -> Result<(), SubmitError> {
         let id = request.id;
-        let Some(place) = self.ledger.reserved.remove(&id) else {
+        let Some(reserved) = self.ledger.reserved.remove(&id) else {
             return Err(SubmitError::NoReservation { request: id });
         };
         let eos = &self.vocabulary.eos_token_ids;
-        let (request, prompt) = request.validate(&self.limits, eos, now)?;
-        let pool = &self.lane.pool;
-        self.ledger
-            .admit_to_queue(request, prompt, place, pool, &self.limits);
-        Ok(())
+        match request.validate(&self.limits, eos, now) {
+            Ok((request, prompt)) => {
+                self.ledger
+                    .let_in(&self.lane, &self.limits, reserved, request, prompt, now)
+            }
+            Err(error) => {
+                self.ledger.tenants.release(reserved.tenant);
+                Err(error)
+            }
+        }
     }
 
     /// Ends a request wherever it is; false if it is not live (any more).
     ///
     /// Its clients are told at once. Memory is free at once, or when the step in flight is committed.
     pub fn abort(&mut self, now: Time, id: RequestId) -> bool {
-        if self.ledger.reserved.remove(&id).is_some() {
+        if self.ledger.release(id) {
             return true;
         }
         let Some(&key) = self.ledger.live.get(&id) else {
@@ -105,6 +110,16 @@ impl Engine {
         true
     }
 
+    /// Applies new numbers of classes, tenants, weights and quotas to the running engine.
+    ///
+    /// Nothing that was accepted is lost. An error changes nothing.
+    pub fn reload(&mut self, now: Time, policy: &Policy) -> Result<(), ConfigError> {
+        let rules = policy.validate()?;
+        self.ledger.rules.check_reload(&rules)?;
+        self.ledger.reload(rules, now);
+        Ok(())
+    }
+
     /// Decides the next iteration into `plan`, which was made for these limits.
     ///
     /// False if there is nothing to run, or while a step is in flight.
@@ -112,6 +127,8 @@ impl Engine {
         if self.lane.in_flight {
             return false;
         }
+        self.on_time(now);
+        self.ledger.shed(&mut self.lane, &self.limits, now);
         Scheduler {
             limits: &self.limits,
             ledger: &mut self.ledger,
@@ -161,7 +178,7 @@ impl Engine {
 
     /// The executor is gone: every request ends.
     pub fn fail_all(&mut self, now: Time) {
-        self.ledger.reserved.clear();
+        self.ledger.release_all();
         self.end_all(now, Finish::EngineDead);
         self.land();
     }
@@ -195,19 +212,41 @@ impl Engine {
 
     /// When [`Self::on_time`] wants to be called though nothing else happens.
     pub fn next_wake(&self) -> Option<Time> {
-        None
+        let join = self.ledger.rules.policy().join;
+        let waits = !self.lane.in_flight && self.ledger.clocks.blocked() == Some(Blocked::Window);
+        let window = waits.then(|| window_end(join, self.ledger.situation(&self.lane)));
+        let window = window.flatten();
+        [self.ledger.next_timer(), window]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
-    /// Fires what is due: requests expire or are promoted, quotas fill up. Legal at any moment, also
-    /// while a step is in flight; [`Self::schedule`] does it by itself.
-    pub fn on_time(&mut self, _now: Time) {}
+    /// Does what is due: requests expire or are promoted, tenants are let go that their rate held. Legal
+    /// at any moment, also while a step is in flight; [`Self::schedule`] does it by itself.
+    pub fn on_time(&mut self, now: Time) {
+        self.ledger.on_time(&mut self.lane, now);
+    }
+
+    /// Why a live request waits now, and for how long it has waited for what; `None` if it was
+    /// scheduled, or is not live.
+    pub fn wait(&self, now: Time, id: RequestId) -> Option<(WaitReason, WaitTimes)> {
+        let &key = self.ledger.live.get(&id)?;
+        let reason = self.ledger.wait_reason(key)?;
+        Some((reason, self.ledger.wait_times(key, now)))
+    }
+
+    /// What each tenant's flows were served.
+    pub fn shares(&self) -> impl Iterator<Item = Share<'_>> {
+        self.ledger.shares()
+    }
 
     /// Counters and gauges.
     pub fn metrics(&self) -> Metrics {
         let pool = self.lane.pool.usage();
         Metrics {
             live: self.ledger.live.len() as u64,
-            queued: u64::from(self.ledger.gate.queued()),
+            queued: u64::from(self.ledger.door.queued()),
             waiting_sequences: self.ledger.queue.len() as u64,
             running_sequences: self.lane.running.len() as u64,
             free_blocks: u64::from(pool.free),
@@ -245,18 +284,7 @@ impl Engine {
         if rows + free != self.limits.max_num_seqs() {
             return Err(format!("{rows} rows are held and {free} free"));
         }
-        let waiting_first_time = self
-            .ledger
-            .requests
-            .iter()
-            .filter(|(_, entry)| entry.place.is_some());
-        let places = waiting_first_time.count() + self.ledger.reserved.len();
-        if places != self.ledger.gate.queued() as usize {
-            return Err(format!(
-                "{places} places are held, the gate says {}",
-                self.ledger.gate.queued()
-            ));
-        }
+        self.ledger.audit()?;
         let counters = self.metrics();
         let ended = counters.finished + counters.aborted + counters.failed + counters.rejected;
         let given_up = counters.expired + counters.shed + counters.displaced;
@@ -273,7 +301,8 @@ impl Engine {
         }
         for key in self.lane.running.iter().filter(|_| self.lane.in_flight) {
             let sequence = &self.ledger.sequences[key.0];
-            if sequence.num_remaining_tokens() == 1 && sequence.num_scheduled_tokens == 0 {
+            let decodes = sequence.num_remaining_tokens() == 1 && sequence.finished.is_none();
+            if decodes && sequence.num_scheduled_tokens == 0 {
                 return Err(format!("{:?} decodes but got no token", sequence.arrival));
             }
         }

@@ -1,6 +1,10 @@
 //! Iterations: who runs in the next one, the plan of it, and what its results change.
 
+pub(crate) mod admission;
+pub(crate) mod charge;
 pub mod commit;
+pub(crate) mod door;
+pub(crate) mod join;
 pub(crate) mod lane;
 pub(crate) mod ledger;
 pub mod plan;
@@ -8,3 +12,5 @@ pub(crate) mod preempt;
 pub(crate) mod rows;
 pub(crate) mod scheduler;
 pub(crate) mod sequence;
+pub mod shares;
+pub(crate) mod timers;

@@ -30,6 +30,7 @@ pub mod iteration;
 pub mod memory;
 pub mod metrics;
 pub mod output;
+pub mod predict;
 pub mod request;
 pub mod sim;
 pub mod text;

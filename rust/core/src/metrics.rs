@@ -24,6 +24,8 @@ pub struct Metrics {
     pub displaced: u64,
     /// Steps planned.
     pub iterations: u64,
+    /// Microseconds that steps were in flight.
+    pub device_us: u64,
     /// Tokens scheduled: prefill and decode.
     pub scheduled_tokens: u64,
     /// Output tokens committed.

@@ -11,6 +11,7 @@ use crate::config::Limits;
 use crate::config::policy::DEFAULT_TENANT;
 use crate::error::SubmitError;
 use crate::text::StopStrings;
+use crate::waiting::reasons::WaitTimes;
 
 /// Microseconds since the engine's start, on the caller's clock; the core never reads one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -201,6 +202,8 @@ pub struct RequestStats {
     pub predicted_ttft_us: Option<u64>,
     /// Last child ended.
     pub finished: Time,
+    /// For how long it waited for what before it was first scheduled.
+    pub waits: WaitTimes,
     /// Prompt tokens.
     pub num_prompt_tokens: u32,
     /// Prompt tokens found in the prefix cache when it was first scheduled.

@@ -13,6 +13,7 @@ use std::ops::Range;
 
 use crate::config::{Limits, Vocabulary};
 use crate::error::CommitError;
+use crate::iteration::join::leaves_together;
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::Ledger;
 use crate::iteration::sequence::Sequence;
@@ -53,6 +54,7 @@ pub(crate) struct Commit<'a> {
 impl Commit<'_> {
     pub(crate) fn run(mut self) -> Result<(), CommitError> {
         self.check()?;
+        let token_ns = self.measure();
         let mut sample = 0;
         let mut ended = false;
         for position in 0..self.lane.step.num_sequences() {
@@ -69,15 +71,29 @@ impl Commit<'_> {
                 ended = true;
             } else {
                 sequence.advance(self.limits.block_size(), self.limits.prefix_caching());
+                let end = sequence.num_computed_tokens;
+                self.ledger.charge_computed(key, end, token_ns);
                 ended |= self.append_samples(key, samples);
             }
         }
         self.lane.in_flight = false;
         self.lane.step.clear();
         if ended {
+            leave_together(self.ledger, self.lane, self.now);
             remove_ended(self.ledger, self.lane);
         }
         Ok(())
+    }
+
+    /// Measures the step's service; nanoseconds that one of its tokens took.
+    fn measure(&mut self) -> u64 {
+        let step = &self.lane.step;
+        let time_us = self.now.since_us(step.since);
+        let prefill = step.num_tokens - step.decodes.len() as u64;
+        let forecast = &mut self.ledger.forecast;
+        forecast.measure_iteration(time_us, step.num_tokens, prefill, step.prefill_is_short);
+        self.ledger.counters.device_us += time_us;
+        time_us.saturating_mul(1_000) / step.num_tokens.max(1)
     }
 
     /// Refuses results that do not fit the step.
@@ -164,12 +180,18 @@ impl Commit<'_> {
         let sequence = &mut self.ledger.sequences[key.0];
         let rows = std::mem::take(&mut sequence.sibling_rows);
         sequence.num_unborn = 0;
+        // What was charged ahead for the output of all is shared out among them.
+        let prepaid_output = sequence.prepaid_output / (rows.len() as u64 + 1);
+        sequence.prepaid_output -= prepaid_output * rows.len() as u64;
         let sequence = &self.ledger.sequences[key.0];
         let request = sequence.request.0;
         let stop = self.ledger.requests[request].request.stop.stop.clone();
         let siblings: Vec<Sequence> = (1..)
             .zip(rows)
-            .map(|(child, row)| sequence.fork(child, row, TextState::new(stop.clone())))
+            .map(|(child, row)| Sequence {
+                prepaid_output,
+                ..sequence.fork(child, row, TextState::new(stop.clone()))
+            })
             .collect();
         let mut keys = Vec::with_capacity(siblings.len());
         for sibling in siblings {
@@ -195,6 +217,7 @@ impl Commit<'_> {
             }
         }
         let num_tokens = outputs.token_ids.len() - tokens;
+        let stays = leaves_together(self.ledger.rules.policy().join);
         let logprobs = outputs.logprobs.len();
         outputs
             .logprobs
@@ -208,14 +231,22 @@ impl Commit<'_> {
             tokens: tokens..outputs.token_ids.len(),
             text: text..outputs.text.len(),
             logprobs: logprobs..outputs.logprobs.len(),
-            finish,
+            finish: finish.filter(|_| !stays),
         }));
+        if stays {
+            sequence.finished = finish;
+        } else {
+            sequence.ended = finish.is_some();
+        }
+        self.ledger.charge_output(key, num_tokens as u64, self.now);
         let Some(finish) = finish else {
             return false;
         };
-        sequence.ended = true;
-        let request = sequence.request;
-        self.ledger.end_child(request, finish, self.now);
+        self.ledger.refund(key);
+        if !stays {
+            let request = self.ledger.sequences[key.0].request;
+            self.ledger.end_child(request, finish, self.now);
+        }
         true
     }
 }
@@ -295,6 +326,28 @@ fn append_token(
         sequence.text.finish(&mut outputs.text);
     }
     finish
+}
+
+/// Ends those that stayed for the others of their batch, once all of it are done.
+pub(crate) fn leave_together(ledger: &mut Ledger, lane: &Lane, now: Time) {
+    let stays = |ledger: &Ledger, key: SequenceKey| {
+        let sequence = &ledger.sequences[key.0];
+        sequence.finished.filter(|_| !sequence.ended)
+    };
+    let is_done =
+        |key: &SequenceKey| ledger.sequences[key.0].ended || stays(ledger, *key).is_some();
+    if !leaves_together(ledger.rules.policy().join) || !lane.running.iter().all(is_done) {
+        return;
+    }
+    for &key in &lane.running {
+        if let Some(finish) = stays(ledger, key) {
+            let sequence = &mut ledger.sequences[key.0];
+            sequence.ended = true;
+            let (request, child) = (sequence.request, sequence.arrival.child);
+            ledger.tell_finish(request, child, ledger.outputs.text.len(), finish);
+            ledger.end_child(request, finish, now);
+        }
+    }
 }
 
 /// Takes everyone who ended out of the running set and frees what they hold.

@@ -4,7 +4,8 @@
 use crate::config::Limits;
 use crate::iteration::rows::RowPool;
 use crate::memory::blocks::{BlockCopy, BlockPool};
-use crate::request::SequenceKey;
+use crate::request::{SequenceKey, Time};
+use crate::waiting::forecast::Room;
 
 pub(crate) struct Lane {
     pub(crate) pool: BlockPool,
@@ -15,12 +16,20 @@ pub(crate) struct Lane {
     pub(crate) step: Step,
     /// Whether `step` has been handed to the executor.
     pub(crate) in_flight: bool,
+    /// Tokens that running sequences have still to compute before their first output, beyond `step`.
+    pub(crate) prefill_backlog: u64,
 }
 
 /// Who is in a step, in the order of its plan. Kept until its results are committed.
 pub(crate) struct Step {
     /// Its number, from 1.
     pub(crate) number: u64,
+    /// When it was decided.
+    pub(crate) since: Time,
+    /// Tokens in it.
+    pub(crate) num_tokens: u64,
+    /// Whether more prefill was there than the token budget allowed.
+    pub(crate) prefill_is_short: bool,
     /// Samples that its plan asks for.
     pub(crate) num_samples: usize,
     /// One query token each: decodes, and prefill chunks of one token.
@@ -41,13 +50,27 @@ impl Lane {
             running: Vec::with_capacity(seqs),
             step: Step {
                 number: 0,
+                since: Time(0),
+                num_tokens: 0,
+                prefill_is_short: false,
                 num_samples: 0,
                 decodes: Vec::with_capacity(seqs),
                 chunks: Vec::with_capacity(seqs),
                 copies: Vec::with_capacity(seqs),
             },
             in_flight: false,
+            prefill_backlog: 0,
             pool,
+        }
+    }
+
+    /// What is free for newcomers.
+    pub(crate) fn room(&self, limits: &Limits) -> Room {
+        let watermark = limits.watermark_blocks();
+        Room {
+            rows: self.rows.num_free().into(),
+            blocks: self.pool.available().saturating_sub(watermark).into(),
+            prefill_tokens: self.prefill_backlog,
         }
     }
 }

@@ -1,122 +1,127 @@
 //! The ledger: all requests and sequences, who waits, and what there is to tell the clients.
 //!
 //! Every way a request can end goes through [`Ledger::end_child`], so each child ends once and each
-//! request ends once, with its place, its memory and its row given back.
+//! request ends once, with its place, its memory, its row and its flow given back.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use slab::Slab;
 
 use crate::config::Limits;
-use crate::error::SubmitError;
+use crate::config::policy::{ClassId, Rules};
+use crate::iteration::charge::Prices;
 use crate::iteration::lane::Lane;
 use crate::iteration::sequence::{RequestKey, Sequence};
-use crate::memory::blocks::BlockPool;
-use crate::memory::prefix::{BlockHash, extend_chain};
 use crate::metrics::Metrics;
 use crate::output::{Event, Output, OutputBatch};
+use crate::predict::output_length::MeanLength;
 use crate::request::{Finish, Request, RequestId, SequenceKey, Time};
-use crate::text::TextState;
-use crate::waiting::gate::{Gate, Place};
-use crate::waiting::queue::{Arrival, WaitingQueue};
+use crate::waiting::fairness::FlowKey;
+use crate::waiting::forecast::{Forecast, Stopwatch};
+use crate::waiting::gate::{Door, Place};
+use crate::waiting::queue::{Fresh, Standing, WaitingQueue};
+use crate::waiting::reasons::{Reading, WaitClocks};
+use crate::waiting::tenants::{TenantKey, Tenants};
 
 pub(crate) struct Ledger {
-    pub(crate) gate: Gate,
+    pub(crate) rules: Rules,
+    pub(crate) prices: Prices,
+    pub(crate) door: Door,
+    pub(crate) classes: Vec<Class>,
+    pub(crate) tenants: Tenants,
     /// Places of requests that were not submitted yet.
-    pub(crate) reserved: BTreeMap<RequestId, Place>,
+    pub(crate) reserved: BTreeMap<RequestId, Reserved>,
     pub(crate) queue: WaitingQueue,
     pub(crate) requests: Slab<Entry>,
     pub(crate) sequences: Slab<Sequence>,
     /// Requests that have not ended.
     pub(crate) live: BTreeMap<RequestId, RequestKey>,
+    /// When a waiting request's next rule is due.
+    pub(crate) timers: BTreeSet<(Time, RequestId)>,
+    /// When a tenant's rate lets it go.
+    pub(crate) holds: BTreeSet<(Time, TenantKey)>,
+    pub(crate) forecast: Forecast,
+    pub(crate) clocks: WaitClocks,
+    pub(crate) since_schedule: Stopwatch,
+    /// Whether overload is being shed.
+    pub(crate) is_shedding: bool,
+    pub(crate) lengths: MeanLength,
     pub(crate) outputs: OutputBatch,
     pub(crate) counters: Metrics,
-    num_arrivals: u64,
+    pub(crate) num_arrivals: u64,
+}
+
+/// What is known of a class.
+#[derive(Default)]
+pub(crate) struct Class {
+    pub(crate) door: Door,
+    pub(crate) lengths: MeanLength,
+}
+
+/// A place at the door, and whose it is.
+pub(crate) struct Reserved {
+    pub(crate) place: Place,
+    pub(crate) class: ClassId,
+    pub(crate) tenant: TenantKey,
+    pub(crate) user: Option<Arc<str>>,
 }
 
 /// A request and what it holds.
 pub(crate) struct Entry {
     pub(crate) request: Request,
+    pub(crate) class: ClassId,
+    pub(crate) tenant: TenantKey,
+    pub(crate) leaf: FlowKey,
     /// Held until it is first scheduled or ends.
-    pub(crate) place: Option<Place>,
+    pub(crate) waiting: Option<Box<Waiting>>,
     /// Its sequences that exist: one until the first output, then one for each child that lives.
     pub(crate) sequences: Vec<SequenceKey>,
 }
 
+/// What a request holds until it is first scheduled.
+pub(crate) struct Waiting {
+    pub(crate) fresh: Fresh,
+    pub(crate) place: Place,
+    /// Tokens of its tenant's rate that it is expected to use.
+    pub(crate) rate_tokens: u64,
+    /// When its next rule is due.
+    pub(crate) timer: Option<Time>,
+    /// The wait clocks when it came, and for how long its tenant had been held.
+    pub(crate) since: Reading,
+    pub(crate) held_us: u64,
+}
+
 impl Ledger {
     pub(crate) fn new(limits: &Limits) -> Self {
+        let rules = limits.rules().clone();
         Self {
-            gate: Gate::new(limits.max_queued_requests()),
+            prices: Prices::new(rules.policy().price),
+            door: Door::default(),
+            classes: rules
+                .policy()
+                .classes
+                .iter()
+                .map(|_| Class::default())
+                .collect(),
+            tenants: Tenants::new(&rules),
             reserved: BTreeMap::new(),
-            queue: WaitingQueue::default(),
+            queue: WaitingQueue::new(&rules),
             requests: Slab::new(),
             sequences: Slab::new(),
             live: BTreeMap::new(),
+            timers: BTreeSet::new(),
+            holds: BTreeSet::new(),
+            forecast: Forecast::default(),
+            clocks: WaitClocks::default(),
+            since_schedule: Stopwatch::default(),
+            is_shedding: false,
+            lengths: MeanLength::default(),
             outputs: OutputBatch::default(),
             counters: Metrics::default(),
             num_arrivals: 0,
+            rules,
         }
-    }
-
-    /// Takes a place at the door for `id`.
-    pub(crate) fn reserve(&mut self, id: RequestId) -> Result<(), SubmitError> {
-        if self.live.contains_key(&id) || self.reserved.contains_key(&id) {
-            return Err(SubmitError::DuplicateRequest { request: id });
-        }
-        self.reserved.insert(id, self.gate.reserve()?);
-        Ok(())
-    }
-
-    /// Lets a checked request wait.
-    pub(crate) fn admit_to_queue(
-        &mut self,
-        request: Request,
-        prompt: Vec<u32>,
-        place: Place,
-        pool: &BlockPool,
-        limits: &Limits,
-    ) {
-        let arrival = Arrival {
-            request: self.num_arrivals,
-            child: 0,
-        };
-        self.num_arrivals += 1;
-        self.counters.submitted += 1;
-        let root = BlockHash::root(request.cache_salt.as_deref(), None);
-        let mut chain = Vec::new();
-        if limits.prefix_caching() {
-            extend_chain(&mut chain, root, &prompt, limits.block_size());
-        }
-        let id = request.id;
-        let entry = self.requests.vacant_entry();
-        let sequence = SequenceKey(self.sequences.insert(Sequence {
-            request: RequestKey(entry.key()),
-            arrival,
-            tokens: prompt,
-            num_prompt_tokens: request.num_prompt_tokens,
-            num_computed_tokens: 0,
-            num_scheduled_tokens: 0,
-            num_published_blocks: 0,
-            table: pool.table(),
-            row: None,
-            sibling_rows: Vec::new(),
-            num_unborn: request.sampling.n - 1,
-            may_share_last_block: request.sampling.n > 1,
-            root,
-            chain,
-            text: TextState::new(request.stop.stop.clone()),
-            ended: false,
-            protected_below_tokens: 0,
-            num_lost_tokens: 0,
-        }));
-        self.live.insert(id, RequestKey(entry.key()));
-        entry.insert(Entry {
-            request,
-            place: Some(place),
-            sequences: vec![sequence],
-        });
-        let rank = self.sequences[sequence.0].rank();
-        self.queue.push(rank, arrival, sequence);
     }
 
     /// Ends a whole request: every child that lives gets `finish`.
@@ -130,18 +135,22 @@ impl Ledger {
         finish: Finish,
         now: Time,
     ) {
+        self.stop_waiting(key);
         for sequence in self.requests[key.0].sequences.clone() {
             let state = &mut self.sequences[sequence.0];
             if state.ended {
                 continue;
             }
-            let (rank, arrival) = (state.rank(), state.arrival);
+            // One that is done and only waits for its batch has its own end.
+            let finish = state.finished.unwrap_or(finish);
+            let (level, arrival) = (state.level, state.arrival);
             let (running, scheduled) = (state.row.is_some(), state.num_scheduled_tokens > 0);
             let unborn = arrival.child + 1..=arrival.child + state.num_unborn;
             state.ended = true;
             // What its text still held back is delivered; nothing can follow that would cut it.
             let held = self.outputs.text.len();
             state.text.finish(&mut self.outputs.text);
+            self.refund(sequence);
             self.tell_finish(key, arrival.child, held, finish);
             self.end_child(key, finish, now);
             for child in unborn {
@@ -154,13 +163,29 @@ impl Ledger {
             if running {
                 lane.running.retain(|&other| other != sequence);
             } else {
-                self.queue.remove(rank, arrival);
+                self.queue.remove_returning(level, arrival);
             }
             self.discard(sequence);
         }
     }
 
-    fn tell_finish(&mut self, key: RequestKey, child: u32, text: usize, finish: Finish) {
+    /// Takes a request that was never scheduled out of the queue; nothing happens if it was.
+    pub(crate) fn stop_waiting(&mut self, key: RequestKey) -> Option<Box<Waiting>> {
+        let entry = &mut self.requests[key.0];
+        let waiting = entry.waiting.take()?;
+        let tenant = self.tenants.get_mut(entry.tenant);
+        tenant.waiting_tokens -= waiting.rate_tokens;
+        if waiting.fresh.standing == Standing::Parked {
+            tenant.parked.retain(|&id| id != entry.request.id);
+        }
+        if let Some(timer) = waiting.timer {
+            self.timers.remove(&(timer, entry.request.id));
+        }
+        self.queue.remove_fresh(&waiting.fresh);
+        Some(waiting)
+    }
+
+    pub(crate) fn tell_finish(&mut self, key: RequestKey, child: u32, text: usize, finish: Finish) {
         let tokens = self.outputs.token_ids.len();
         let logprobs = self.outputs.logprobs.len();
         self.outputs.events.push(Event::Output(Output {
@@ -176,14 +201,23 @@ impl Ledger {
     /// Counts the end of one child; the last one ends the request.
     pub(crate) fn end_child(&mut self, key: RequestKey, finish: Finish, now: Time) {
         let entry = &mut self.requests[key.0];
+        let was_scheduled = entry.request.stats.first_scheduled.is_some();
+        let (class, tenant) = (entry.class, entry.tenant);
         entry.request.live_children -= 1;
-        if entry.request.live_children > 0 {
+        let is_last = entry.request.live_children == 0;
+        if was_scheduled {
+            self.tenants.get_mut(tenant).num_running -= 1;
+            self.let_go(tenant, now);
+        }
+        if !is_last {
             return;
         }
-        entry.place = None;
+        let entry = &mut self.requests[key.0];
         entry.request.stats.finished = now;
         let request = entry.request.id;
         let stats = entry.request.stats;
+        let n = entry.request.sampling.n;
+        let leaf = entry.leaf;
         self.live.remove(&request);
         match finish {
             Finish::Abort => self.counters.aborted += 1,
@@ -192,12 +226,32 @@ impl Ledger {
             }
             Finish::Eos | Finish::StopToken(_) | Finish::StopString(_) | Finish::Length => {
                 self.counters.finished += 1;
+                self.learn_length(class, tenant, stats.num_output_tokens / n);
             }
             Finish::QueueTimeout | Finish::DeadlineMissed => self.counters.expired += 1,
             Finish::Shed => self.counters.shed += 1,
             Finish::Displaced => self.counters.displaced += 1,
         }
+        self.queue.release_flow(leaf);
+        self.tenants.release(tenant);
         self.outputs.events.push(Event::Ended { request, stats });
+    }
+
+    fn learn_length(&mut self, class: ClassId, tenant: TenantKey, tokens: u32) {
+        self.lengths.learn(tokens);
+        self.classes[class.0 as usize].lengths.learn(tokens);
+        self.tenants.get_mut(tenant).learn_length(class, tokens);
+    }
+
+    /// Output tokens that an answer of this class and tenant is expected to have.
+    pub(crate) fn expected_length(&self, class: ClassId, tenant: TenantKey) -> f64 {
+        let of_class = self.classes[class.0 as usize].lengths;
+        let wider = if of_class.is_known() {
+            of_class
+        } else {
+            self.lengths
+        };
+        self.tenants.get(tenant).length(class).or(wider)
     }
 
     /// Drops a sequence that has ended and left running set and queue.

@@ -1,35 +1,107 @@
-//! Preemption: who gives memory up when a running sequence needs a block and there is none.
+//! Preemption: who gives memory up when there is none.
 //!
-//! The victim is the newest running sequence that would free memory now and that has filled a block
-//! since it was last preempted; where all are protected the protection yields, and where nobody frees
-//! memory at once (siblings that share all their blocks) the newest goes. The oldest is never the
-//! victim, so it always gets on: since the pool holds one sequence of `max_model_len`, every sequence
-//! gets its turn as the oldest, and no chain of preemptions can go on for ever.
+//! When a running sequence needs a block, the victim is of the lowest level that runs, and of it the
+//! newest that would free memory now and that has filled a block since it was last preempted; where all
+//! are protected the protection yields, and where nobody frees memory at once (siblings that share all
+//! their blocks) the newest goes. The oldest of the highest level is never the victim, so it always gets
+//! on: since the pool holds one sequence of `max_model_len`, every sequence gets its turn as the oldest,
+//! and no chain of preemptions can go on for ever.
 //!
-//! A victim is computed again from its tokens (recompute), and waits ahead of everything fresh. It
-//! keeps its text state: nothing is sent twice.
+//! A waiting request of a strictly higher level preempts to be admitted, if that frees what it lacks; only
+//! those that run since an earlier step, are not protected and were not preempted too often, so that two
+//! requests never take turns at it.
+//!
+//! A victim is computed again from its tokens (recompute), and waits ahead of everything fresh of its
+//! level. It keeps its text state: nothing is sent twice.
 
+use std::cmp::Reverse;
+
+use crate::config::Limits;
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::Ledger;
+use crate::iteration::sequence::Sequence;
+use crate::request::SequenceKey;
+use crate::waiting::queue::Work;
 
-/// Position in the running set of the sequence to preempt; `None` if only the oldest runs.
+/// Preemptions of one request after which nobody preempts it to be admitted.
+const MAX_PREEMPTIONS: u32 = 8;
+
+/// Position in the running set of the sequence to preempt; `None` if only one runs that is not done.
 pub(crate) fn choose_victim(ledger: &Ledger, lane: &Lane) -> Option<usize> {
-    let mut protected = None;
-    for (position, key) in lane.running.iter().enumerate().skip(1).rev() {
-        let sequence = &ledger.sequences[key.0];
-        if sequence.table.num_exclusive() == 0 {
-            continue;
+    let state = |at: usize| &ledger.sequences[lane.running[at].0];
+    let unfinished = || (0..lane.running.len()).filter(|&at| state(at).finished.is_none());
+    // Oldest first, so the first of the highest level is its oldest.
+    let spared = unfinished().min_by_key(|&at| state(at).level)?;
+    let lowest = unfinished().map(|at| state(at).level).max()?;
+    let (mut protected, mut useless) = (None, None);
+    for level in (0..=lowest).rev() {
+        for at in unfinished().rev() {
+            let sequence = state(at);
+            if at == spared || sequence.level != level {
+                continue;
+            }
+            if sequence.table.num_exclusive() == 0 {
+                useless.get_or_insert(at);
+            } else if sequence.is_protected() {
+                protected.get_or_insert(at);
+            } else {
+                return Some(at);
+            }
         }
-        if sequence.num_tokens() >= sequence.protected_below_tokens {
-            return Some(position);
-        }
-        protected.get_or_insert(position);
     }
-    protected.or(lane
+    protected.or(useless)
+}
+
+/// Running sequences of levels below `level` that together make room for a newcomer that lacks so many
+/// blocks and rows; `None` if there are not enough.
+pub(crate) fn choose_victims_below(
+    ledger: &Ledger,
+    lane: &Lane,
+    level: usize,
+    lacking_blocks: u32,
+    lacking_rows: u32,
+) -> Option<Vec<SequenceKey>> {
+    let may_go = |sequence: &Sequence| {
+        sequence.level > level
+            && !sequence.is_protected()
+            && sequence.finished.is_none()
+            && sequence.joined_at_step < lane.step.number + 1
+            && preemptions(ledger, sequence) < MAX_PREEMPTIONS
+    };
+    let mut candidates: Vec<(SequenceKey, &Sequence)> = lane
         .running
-        .len()
-        .checked_sub(1)
-        .filter(|&newest| newest > 0))
+        .iter()
+        .map(|&key| (key, &ledger.sequences[key.0]))
+        .filter(|(_, sequence)| may_go(sequence))
+        .collect();
+    candidates.sort_by_key(|(_, sequence)| {
+        (
+            Reverse(sequence.level),
+            sequence.num_computed_tokens,
+            Reverse(sequence.arrival),
+        )
+    });
+    let (mut blocks, mut rows) = (0, 0);
+    let mut victims = Vec::new();
+    for (key, sequence) in candidates {
+        if blocks >= lacking_blocks && rows >= lacking_rows {
+            break;
+        }
+        let frees = sequence.table.num_exclusive();
+        if frees > 0 || rows < lacking_rows {
+            blocks += frees;
+            rows += sequence.num_rows();
+            victims.push(key);
+        }
+    }
+    (blocks >= lacking_blocks && rows >= lacking_rows).then_some(victims)
+}
+
+fn preemptions(ledger: &Ledger, sequence: &Sequence) -> u32 {
+    ledger.requests[sequence.request.0]
+        .request
+        .stats
+        .num_preemptions
 }
 
 /// Moves the running sequence at `position` back to the waiting queue.
@@ -39,19 +111,26 @@ pub(crate) fn preempt(
     ledger: &mut Ledger,
     lane: &mut Lane,
     position: usize,
-    block_size: u32,
+    limits: &Limits,
 ) -> u32 {
-    debug_assert!(position > 0, "the oldest is never preempted");
     let key = lane.running.remove(position);
     lane.step.withdraw(key);
+    ledger.refund(key);
     let sequence = &mut ledger.sequences[key.0];
     let granted = sequence.num_scheduled_tokens;
-    sequence.reset_for_recompute(block_size);
-    ledger.queue.push(sequence.rank(), sequence.arrival, key);
+    sequence.reset_for_recompute(limits.block_size());
+    let work = Work {
+        units: 0,
+        prefill_tokens: sequence.num_tokens().into(),
+        rows: sequence.num_rows().into(),
+        blocks: limits.blocks_for(sequence.num_tokens() + 1).into(),
+    };
+    let (level, arrival) = (sequence.level, sequence.arrival);
     ledger.counters.preemptions += 1;
     ledger.requests[sequence.request.0]
         .request
         .stats
         .num_preemptions += 1;
+    ledger.queue.push_returning(level, arrival, key, work);
     granted
 }

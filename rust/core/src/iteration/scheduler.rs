@@ -1,22 +1,32 @@
 //! The scheduler: decides one iteration.
 //!
 //! In this order, within the token budget, as Sarathi-Serve (OSDI'24) has it: every running decode,
-//! one token each, never paused; then prefill chunks of running sequences; then newcomers while rows,
-//! memory and budget last. A newcomer gets the blocks of all its tokens at once (less what the prefix
-//! cache has), so only decodes ever ask for more memory, and only they preempt.
+//! one token each, never paused; then, level by level, prefill chunks of running sequences and newcomers
+//! while rows, memory and budget last. Promoted requests go before all chunks. A newcomer gets the blocks
+//! of all its tokens at once (less what the prefix cache has), so only decodes ever ask for more memory;
+//! they preempt, and so may a newcomer of a strictly higher level.
 //!
 //! Newcomers join in the queue's order; the first that does not fit holds up those behind it.
 
 use crate::config::Limits;
+use crate::config::policy::Order;
+use crate::iteration::commit::{leave_together, remove_ended};
+use crate::iteration::join::{leaves_together, may_join};
 use crate::iteration::lane::Lane;
-use crate::iteration::ledger::{Entry, Ledger};
+use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::{SOURCE_ID, StepPlan};
-use crate::iteration::preempt::{choose_victim, preempt};
+use crate::iteration::preempt::{choose_victim, choose_victims_below, preempt};
 use crate::iteration::rows::Row;
 use crate::iteration::sequence::Sequence;
 use crate::memory::blocks::PrefixMatch;
-use crate::output::Event;
 use crate::request::{Request, SequenceKey, Time};
+use crate::waiting::forecast::Blocked;
+use crate::waiting::queue::Next;
+
+/// Candidates of a flow that [`Order::Prefix`] looks at.
+const PREFIX_CANDIDATES: usize = 16;
+/// Times that the first of a flow may be passed over for a longer cached prefix.
+const MAX_PASSES: u32 = 32;
 
 /// One decision being made.
 pub(crate) struct Scheduler<'a> {
@@ -29,8 +39,19 @@ pub(crate) struct Scheduler<'a> {
     pub(crate) budget: u32,
 }
 
-/// Why the next in the queue does not join now.
-struct DoesNotFit;
+/// Why the next in the queue does not join now, and what it lacks.
+struct DoesNotFit {
+    blocked: Blocked,
+    lacking_blocks: u32,
+    lacking_rows: u32,
+}
+
+/// What newcomers were given.
+#[derive(Default)]
+struct Handed {
+    rows: u64,
+    blocks: u64,
+}
 
 impl Scheduler<'_> {
     /// Decides, and writes the plan. False if there is nothing to run.
@@ -39,15 +60,23 @@ impl Scheduler<'_> {
         self.plan.begin(number);
         self.lane.step.clear();
         self.schedule_decodes();
-        self.schedule_chunks();
-        self.schedule_newcomers();
+        self.close_batch();
+        self.admit_newcomers();
+        self.schedule_chunks(usize::MAX);
         let num_sequences = self.lane.step.num_sequences();
         if num_sequences == 0 {
+            self.ledger.since_schedule.stop();
             return false;
         }
         self.write_plan();
-        self.lane.step.number = number;
-        self.lane.step.num_samples = self.plan.num_samples();
+        self.lane.prefill_backlog = self.prefill_backlog();
+        let is_short = self.ledger.clocks.blocked() == Some(Blocked::Budget);
+        let step = &mut self.lane.step;
+        step.number = number;
+        step.since = self.now;
+        step.num_tokens = self.plan.num_tokens() as u64;
+        step.prefill_is_short = is_short || self.lane.prefill_backlog > 0;
+        step.num_samples = self.plan.num_samples();
         self.lane.in_flight = true;
         self.ledger.counters.iterations += 1;
         self.ledger.counters.scheduled_tokens += self.plan.num_tokens() as u64;
@@ -59,7 +88,7 @@ impl Scheduler<'_> {
         let mut position = 0;
         while let Some(&key) = self.lane.running.get(position) {
             let sequence = &mut self.ledger.sequences[key.0];
-            if sequence.num_remaining_tokens() > 1 {
+            if sequence.num_remaining_tokens() > 1 || sequence.finished.is_some() {
                 position += 1;
                 continue;
             }
@@ -73,19 +102,42 @@ impl Scheduler<'_> {
                 position += 1;
                 continue;
             }
+            if self.empty_a_finished_one() {
+                continue;
+            }
             let Some(victim) = choose_victim(self.ledger, self.lane) else {
                 debug_assert!(false, "the pool holds one sequence of max_model_len");
                 return;
             };
-            let block_size = self.limits.block_size();
-            self.budget += preempt(self.ledger, self.lane, victim, block_size);
+            self.budget += preempt(self.ledger, self.lane, victim, self.limits);
             // Try the same sequence again; it moved up if an older one left.
             position -= usize::from(victim < position);
         }
     }
 
-    fn schedule_chunks(&mut self) {
-        if self.lane.step.decodes.len() == self.lane.running.len() {
+    /// Lets those leave who stayed for others that were ended from outside or preempted.
+    fn close_batch(&mut self) {
+        if leaves_together(self.ledger.rules.policy().join) {
+            leave_together(self.ledger, self.lane, self.now);
+            remove_ended(self.ledger, self.lane);
+        }
+    }
+
+    /// Frees the memory of a sequence that is done and only waits for its batch; false if none has any.
+    fn empty_a_finished_one(&mut self) -> bool {
+        let ledger = &mut *self.ledger;
+        let done = self.lane.running.iter().find(|key| {
+            let sequence = &ledger.sequences[key.0];
+            sequence.finished.is_some() && !sequence.table.blocks().is_empty()
+        });
+        done.map(|key| ledger.sequences[key.0].table.release())
+            .is_some()
+    }
+
+    /// Schedules prefill chunks of running sequences of level number `lowest` and above.
+    fn schedule_chunks(&mut self, lowest: usize) {
+        let scheduled = self.lane.step.num_sequences();
+        if scheduled == self.lane.running.len() {
             return;
         }
         for &key in &self.lane.running {
@@ -93,7 +145,10 @@ impl Scheduler<'_> {
                 return;
             }
             let sequence = &mut self.ledger.sequences[key.0];
-            if sequence.num_scheduled_tokens > 0 {
+            if sequence.num_scheduled_tokens > 0
+                || sequence.level > lowest
+                || sequence.finished.is_some()
+            {
                 continue;
             }
             let remaining = sequence.num_remaining_tokens();
@@ -106,63 +161,188 @@ impl Scheduler<'_> {
         }
     }
 
-    fn schedule_newcomers(&mut self) {
-        while self.budget > 0 {
-            let Some(key) = self.ledger.queue.first() else {
-                return;
+    /// Tokens that running sequences have still to compute, beyond this step, before their next output.
+    fn prefill_backlog(&self) -> u64 {
+        if self.lane.step.decodes.len() == self.lane.running.len() {
+            return 0;
+        }
+        let left = |key: &SequenceKey| {
+            let sequence = &self.ledger.sequences[key.0];
+            match sequence.finished {
+                Some(_) => 0,
+                None => sequence.num_remaining_tokens() - sequence.num_scheduled_tokens,
+            }
+        };
+        self.lane
+            .running
+            .iter()
+            .map(|key| u64::from(left(key)))
+            .sum()
+    }
+
+    /// Admits newcomers while there is room, and says what holds the next one up.
+    fn admit_newcomers(&mut self) {
+        let mut handed = Handed::default();
+        let blocked = self.admit_until_blocked(&mut handed);
+        if let Some(before) = self.ledger.clocks.blocked()
+            && let Some(passed) = self.ledger.since_schedule.lap(self.now)
+        {
+            let forecast = &mut self.ledger.forecast;
+            forecast.measure_admissions(before, passed, handed.rows, handed.blocks);
+        }
+        if blocked.is_some() {
+            self.ledger.since_schedule.lap(self.now);
+        }
+        self.ledger.clocks.set(self.now, blocked);
+    }
+
+    fn admit_until_blocked(&mut self, handed: &mut Handed) -> Option<Blocked> {
+        if self.ledger.queue.is_empty() {
+            return None;
+        }
+        let join = self.ledger.rules.policy().join;
+        if !may_join(join, self.ledger.situation(self.lane), self.now) {
+            return Some(Blocked::Window);
+        }
+        while let Some(next) = self.ledger.queue.peek() {
+            match next {
+                Next::Promoted(_) => {}
+                Next::Returning(_, level) | Next::Fresh(_, level, _) => self.schedule_chunks(level),
+            }
+            if self.budget == 0 {
+                return Some(Blocked::Budget);
+            }
+            if self.hold_back(next) {
+                continue;
+            }
+            let key = self.choose(next);
+            let admitted = match self.admit(key) {
+                Err(lack) if self.preempt_for(key, &lack) => self.admit(key),
+                admitted => admitted,
             };
-            match self.admit(key) {
+            match admitted {
                 Ok(chunk) => {
                     self.budget -= chunk;
                     self.lane.step.add(key, chunk);
+                    let sequence = &self.ledger.sequences[key.0];
+                    handed.rows += u64::from(sequence.num_rows());
+                    handed.blocks += sequence.table.blocks().len() as u64;
                 }
-                Err(DoesNotFit) => return,
+                Err(DoesNotFit { blocked, .. }) => return Some(blocked),
             }
         }
+        None
+    }
+
+    /// Holds the tenant of the next request, if its bounds say so; then somebody else is next.
+    fn hold_back(&mut self, next: Next) -> bool {
+        if matches!(next, Next::Returning(..)) {
+            return false; // it was let in before
+        }
+        let request = self.ledger.sequences[next.sequence().0].request;
+        let entry = &self.ledger.requests[request.0];
+        let tenant_key = entry.tenant;
+        let tenant = self.ledger.tenants.get(tenant_key);
+        let is_busy = tenant.is_busy(entry.request.sampling.n);
+        if matches!(next, Next::Promoted(_)) {
+            if is_busy {
+                self.ledger.park(request);
+            }
+            return is_busy;
+        }
+        let until = tenant.rate_holds_until(self.now, 0);
+        if !is_busy && until.is_none() {
+            return false;
+        }
+        if tenant.held_since.is_some() {
+            // Best effort is not in the tenant's flows: it goes when its turn comes.
+            return false;
+        }
+        self.ledger
+            .hold(tenant_key, until.filter(|_| !is_busy), self.now);
+        true
+    }
+
+    /// The sequence to admit: the next, or with [`Order::Prefix`] one of the next few of its flow.
+    fn choose(&mut self, next: Next) -> SequenceKey {
+        let first = next.sequence();
+        let Next::Fresh(_, _, leaf) = next else {
+            return first;
+        };
+        if self.ledger.rules.policy().order != Order::Prefix || !self.limits.prefix_caching() {
+            return first;
+        }
+        let flow_passes = self.ledger.queue.passes(leaf);
+        let mut best = (first, 0);
+        if flow_passes < MAX_PASSES {
+            let mut candidates = Vec::with_capacity(PREFIX_CANDIDATES);
+            self.ledger
+                .queue
+                .visit_first(leaf, PREFIX_CANDIDATES, |key| candidates.push(key));
+            for key in candidates {
+                let sequence = &mut self.ledger.sequences[key.0];
+                let chain = sequence.usable_chain(self.limits.block_size());
+                let cached = self.lane.pool.find_prefix(chain).num_blocks;
+                if cached > best.1 {
+                    best = (key, cached);
+                }
+            }
+        }
+        let passes = if best.0 == first { 0 } else { flow_passes + 1 };
+        self.ledger.queue.set_passes(leaf, passes);
+        best.0
+    }
+
+    /// Preempts sequences of lower levels so that a newcomer fits; false, and nothing has changed, if
+    /// that would not be enough.
+    fn preempt_for(&mut self, key: SequenceKey, lack: &DoesNotFit) -> bool {
+        if !self.ledger.rules.policy().preempt_to_admit
+            || lack.lacking_blocks + lack.lacking_rows == 0
+        {
+            return false;
+        }
+        let level = self.ledger.sequences[key.0].level;
+        let victims = choose_victims_below(
+            self.ledger,
+            self.lane,
+            level,
+            lack.lacking_blocks,
+            lack.lacking_rows,
+        );
+        let Some(victims) = victims else {
+            return false;
+        };
+        for victim in victims {
+            let position = self.lane.running.iter().position(|&key| key == victim);
+            if let Some(position) = position {
+                self.budget += preempt(self.ledger, self.lane, position, self.limits);
+            }
+        }
+        true
     }
 
     /// Gives a waiting sequence its rows and blocks and its first chunk, or changes nothing.
     fn admit(&mut self, key: SequenceKey) -> Result<u32, DoesNotFit> {
         let limits = self.limits;
+        let cached = self.find_room(key)?;
+        self.ledger.leave_queue(key, self.now);
         let sequence = &mut self.ledger.sequences[key.0];
         let entry = &mut self.ledger.requests[sequence.request.0];
-        if self.lane.rows.num_free() < sequence.num_rows()
-            || !fits_resets(self.plan, &entry.request, sequence)
-        {
-            return Err(DoesNotFit);
-        }
-        let pool = &self.lane.pool;
         let block_size = limits.block_size();
-        let num_tokens = sequence.num_tokens();
-        let cached = if limits.prefix_caching() {
-            pool.find_prefix(sequence.usable_chain(block_size))
-        } else {
-            PrefixMatch::default()
-        };
-        // One token more than there is: the first decode must not have to preempt somebody.
-        let needed = limits.blocks_for(num_tokens + 1) - cached.num_blocks + cached.num_parked;
-        let watermark = if self.lane.running.is_empty() {
-            0
-        } else {
-            limits.watermark_blocks()
-        };
-        if needed + watermark > pool.available() {
-            return Err(DoesNotFit);
-        }
-        self.ledger.queue.remove(sequence.rank(), sequence.arrival);
         reserve_memory(sequence, &entry.request, limits);
         sequence
             .table
             .adopt(&sequence.chain[..cached.num_blocks as usize]);
         sequence
             .table
-            .grow(limits.blocks_for(num_tokens) - cached.num_blocks)
+            .grow(limits.blocks_for(sequence.num_tokens()) - cached.num_blocks)
             .expect("the blocks were counted above and nothing took any since");
         sequence.row = self.lane.rows.take();
         let siblings = (0..sequence.num_unborn).map_while(|_| self.lane.rows.take());
         sequence.sibling_rows.extend(siblings);
         write_resets(self.plan, &entry.request, sequence);
 
+        sequence.joined_at_step = self.lane.step.number + 1;
         sequence.num_computed_tokens = cached.num_blocks * block_size;
         sequence.num_published_blocks = cached.num_blocks;
         let lost = sequence.num_lost_tokens;
@@ -171,18 +351,48 @@ impl Scheduler<'_> {
         let remaining = sequence.num_remaining_tokens();
         let chunk = remaining.min(self.budget).min(limits.max_chunk_tokens());
         sequence.num_scheduled_tokens = chunk;
-        if entry.request.stats.first_scheduled.is_none() {
-            let num_cached_tokens = sequence.num_computed_tokens;
-            mark_scheduled(entry, num_cached_tokens, self.now);
-            self.ledger.counters.prompt_tokens += u64::from(sequence.num_prompt_tokens);
-            self.ledger.counters.cached_tokens += u64::from(num_cached_tokens);
-            self.ledger.outputs.events.push(Event::Scheduled {
-                request: entry.request.id,
-                num_cached_tokens,
-            });
-        }
+        let num_cached_tokens = sequence.num_computed_tokens;
+        self.ledger.admitted(key, num_cached_tokens, self.now);
         self.ledger.enter_running(&mut self.lane.running, key);
         Ok(chunk)
+    }
+
+    /// What the prefix cache has of a waiting sequence, if there is room for all it needs.
+    fn find_room(&mut self, key: SequenceKey) -> Result<PrefixMatch, DoesNotFit> {
+        let limits = self.limits;
+        let sequence = &mut self.ledger.sequences[key.0];
+        let request = &self.ledger.requests[sequence.request.0].request;
+        let lack = |blocked, lacking_blocks, lacking_rows| DoesNotFit {
+            blocked,
+            lacking_blocks,
+            lacking_rows,
+        };
+        if !fits_resets(self.plan, request, sequence) {
+            return Err(lack(Blocked::Budget, 0, 0));
+        }
+        let pool = &self.lane.pool;
+        let cached = if limits.prefix_caching() {
+            pool.find_prefix(sequence.usable_chain(limits.block_size()))
+        } else {
+            PrefixMatch::default()
+        };
+        // One token more than there is: the first decode must not have to preempt somebody.
+        let needed =
+            limits.blocks_for(sequence.num_tokens() + 1) - cached.num_blocks + cached.num_parked;
+        let watermark = if self.lane.running.is_empty() {
+            0
+        } else {
+            limits.watermark_blocks()
+        };
+        let lacking_rows = sequence
+            .num_rows()
+            .saturating_sub(self.lane.rows.num_free());
+        let lacking_blocks = (needed + watermark).saturating_sub(pool.available());
+        match (lacking_rows, lacking_blocks) {
+            (0, 0) => Ok(cached),
+            (0, _) => Err(lack(Blocked::Memory, lacking_blocks, 0)),
+            _ => Err(lack(Blocked::Slots, lacking_blocks, lacking_rows)),
+        }
     }
 
     fn write_plan(&mut self) {
@@ -199,13 +409,6 @@ impl Scheduler<'_> {
                 .push([source.as_i32(), destination.as_i32()]);
         }
     }
-}
-
-/// The request left the queue for the first time.
-fn mark_scheduled(entry: &mut Entry, num_cached_tokens: u32, now: Time) {
-    entry.place = None;
-    entry.request.stats.first_scheduled = Some(now);
-    entry.request.stats.num_cached_tokens = num_cached_tokens;
 }
 
 /// Room for everything the sequence can become, so that its decode steps allocate nothing.

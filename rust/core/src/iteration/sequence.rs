@@ -8,11 +8,17 @@
 //! of its unborn siblings; they fork off it at the first output, which is sampled `n` times from one
 //! row of logits.
 
+use std::sync::Arc;
+
 use crate::iteration::rows::Row;
 use crate::memory::blocks::{BlockCopy, BlockTable, OutOfBlocks};
 use crate::memory::prefix::{BlockHash, extend_chain};
+use crate::request::Finish;
+use crate::text::StopStrings;
 use crate::text::TextState;
-use crate::waiting::queue::{Arrival, Rank};
+use crate::waiting::fairness::FlowKey;
+use crate::waiting::order::Units;
+use crate::waiting::queue::Arrival;
 
 /// Names a request while any of its sequences lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,9 +55,71 @@ pub(crate) struct Sequence {
     pub(crate) protected_below_tokens: u32,
     /// Tokens that were computed when it was last preempted.
     pub(crate) num_lost_tokens: u32,
+    /// Index of its class's level; 0 is the highest.
+    pub(crate) level: usize,
+    /// The flow that pays for it.
+    pub(crate) leaf: FlowKey,
+    /// Tokens, from the start, whose computation its flow was charged for.
+    pub(crate) num_charged_tokens: u32,
+    /// Charged ahead for prompt tokens that have not run.
+    pub(crate) prepaid: Units,
+    /// Charged ahead for output that has not come.
+    pub(crate) prepaid_output: Units,
+    /// The step that it joined at.
+    pub(crate) joined_at_step: u64,
+    /// How it is done while it stays until all of its batch are.
+    pub(crate) finished: Option<Finish>,
+}
+
+/// What a sequence begins with.
+pub(crate) struct NewSequence {
+    pub(crate) request: RequestKey,
+    pub(crate) number: u64,
+    pub(crate) level: usize,
+    pub(crate) leaf: FlowKey,
+    pub(crate) prompt: Vec<u32>,
+    pub(crate) n: u32,
+    pub(crate) table: BlockTable,
+    pub(crate) root: BlockHash,
+    pub(crate) chain: Vec<BlockHash>,
+    pub(crate) stop: Option<Arc<StopStrings>>,
 }
 
 impl Sequence {
+    /// A sequence that waits for the first time.
+    pub(crate) fn new(new: NewSequence) -> Self {
+        Self {
+            request: new.request,
+            arrival: Arrival {
+                request: new.number,
+                child: 0,
+            },
+            num_prompt_tokens: new.prompt.len() as u32,
+            tokens: new.prompt,
+            num_computed_tokens: 0,
+            num_scheduled_tokens: 0,
+            num_published_blocks: 0,
+            table: new.table,
+            row: None,
+            sibling_rows: Vec::new(),
+            num_unborn: new.n - 1,
+            may_share_last_block: new.n > 1,
+            root: new.root,
+            chain: new.chain,
+            text: TextState::new(new.stop),
+            ended: false,
+            protected_below_tokens: 0,
+            num_lost_tokens: 0,
+            level: new.level,
+            leaf: new.leaf,
+            num_charged_tokens: 0,
+            prepaid: 0,
+            prepaid_output: 0,
+            joined_at_step: 0,
+            finished: None,
+        }
+    }
+
     pub(crate) fn num_tokens(&self) -> u32 {
         self.tokens.len() as u32
     }
@@ -79,19 +147,14 @@ impl Sequence {
         }
     }
 
+    /// Whether others are preferred as victims: it was preempted and has not filled a block since.
+    pub(crate) fn is_protected(&self) -> bool {
+        self.num_tokens() < self.protected_below_tokens
+    }
+
     /// Rows it needs to run.
     pub(crate) fn num_rows(&self) -> u32 {
         1 + self.num_unborn
-    }
-
-    /// Where it stands in the waiting queue when it waits.
-    pub(crate) fn rank(&self) -> Rank {
-        // A protection is set by every preemption and by nothing else.
-        if self.protected_below_tokens > 0 {
-            Rank::Returning
-        } else {
-            Rank::Fresh
-        }
     }
 
     /// Hashes of the full blocks that a prefix lookup may use: at least one token is always computed.
@@ -172,6 +235,13 @@ impl Sequence {
             ended: false,
             protected_below_tokens: self.protected_below_tokens,
             num_lost_tokens: 0,
+            level: self.level,
+            leaf: self.leaf,
+            num_charged_tokens: self.num_charged_tokens,
+            prepaid: 0,
+            prepaid_output: 0,
+            joined_at_step: self.joined_at_step,
+            finished: None,
         }
     }
 }

@@ -1,21 +1,21 @@
 //! The waiting queue: who is next.
 //!
-//! First come, first served, with one exception: a preempted sequence returns ahead of fresh ones.
-//! Keys are a strict total order fixed at arrival, so the queue is a search tree: the next sequence,
-//! an insertion and a removal are O(log n) in what waits.
+//! In this order: promoted requests, oldest first; then level by level, the highest first, what was
+//! preempted (oldest first) and then the fresh; last, best effort. Within a level the flow whose turn it
+//! is ([`crate::waiting::fairness`]) gives its first request ([`crate::waiting::order`]).
+//!
+//! Keys are a strict total order that is fixed when a request begins to wait, so nothing is ever
+//! sorted: the next request, an insertion and a removal are O(log n) in what waits, and a decision never
+//! looks at the others.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
+use crate::config::policy::{ClassId, Rules, Sharing};
 use crate::request::SequenceKey;
-
-/// Whether a sequence has run before. Returning ones go first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Rank {
-    /// Preempted: it has output that its client is waiting to see continued.
-    Returning,
-    /// Never scheduled.
-    Fresh,
-}
+use crate::waiting::fairness::{FlowKey, Flows};
+use crate::waiting::order::{OrderArena, OrderKey, OrderTree, Units};
+use crate::waiting::tenants::{TenantKey, Tenants};
 
 /// Position by arrival: the request's number, then the child's. Older is smaller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -26,36 +26,490 @@ pub struct Arrival {
     pub child: u32,
 }
 
+/// What a waiting request is expected to need.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Work {
+    /// Priced service.
+    pub units: Units,
+    /// Tokens to compute before its first output.
+    pub prefill_tokens: u64,
+    /// Rows.
+    pub rows: u64,
+    /// Blocks to begin with.
+    pub blocks: u64,
+}
+
+impl Work {
+    fn add(&mut self, other: Work) {
+        self.units += other.units;
+        self.prefill_tokens += other.prefill_tokens;
+        self.rows += other.rows;
+        self.blocks += other.blocks;
+    }
+
+    fn remove(&mut self, other: Work) {
+        self.units -= other.units;
+        self.prefill_tokens -= other.prefill_tokens;
+        self.rows -= other.rows;
+        self.blocks -= other.blocks;
+    }
+
+    /// The part of it that `units` are of all its units.
+    #[must_use]
+    pub fn part(self, units: Units) -> Work {
+        let share = if self.units == 0 {
+            1.0
+        } else {
+            (units as f64 / self.units as f64).min(1.0)
+        };
+        let part = |all: u64| (all as f64 * share) as u64;
+        Work {
+            units: part(self.units),
+            prefill_tokens: part(self.prefill_tokens),
+            rows: part(self.rows),
+            blocks: part(self.blocks),
+        }
+    }
+
+    /// It without `other`.
+    #[must_use]
+    pub fn less(mut self, other: Work) -> Work {
+        self.remove(other);
+        self
+    }
+
+    /// Both together.
+    #[must_use]
+    pub fn plus(mut self, other: Work) -> Work {
+        self.add(other);
+        self
+    }
+}
+
+/// Where a request waits that was never scheduled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Standing {
+    /// In its flow.
+    Flow,
+    /// Ahead of everything that was not promoted.
+    Promoted,
+    /// Promoted, but its tenant has all the answers running that it may.
+    Parked,
+    /// Behind everything else.
+    BestEffort,
+}
+
+/// A request that waits and was never scheduled.
+#[derive(Clone, Copy, Debug)]
+pub struct Fresh {
+    /// Its only sequence.
+    pub sequence: SequenceKey,
+    /// Index of its level, 0 being the highest.
+    pub level: usize,
+    /// Its flow.
+    pub leaf: FlowKey,
+    /// Where it stands in it.
+    pub key: OrderKey,
+    /// What it is expected to need.
+    pub work: Work,
+    /// Where it waits.
+    pub standing: Standing,
+    /// Its class promises to promote it.
+    pub is_promised: bool,
+}
+
+/// Who is next, and from where.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// A promoted request.
+    Promoted(SequenceKey),
+    /// A preempted sequence of a level.
+    Returning(SequenceKey, usize),
+    /// The first request of a flow of a level.
+    Fresh(SequenceKey, usize, FlowKey),
+}
+
+impl Next {
+    /// The sequence.
+    pub fn sequence(self) -> SequenceKey {
+        match self {
+            Self::Promoted(key) | Self::Returning(key, _) | Self::Fresh(key, ..) => key,
+        }
+    }
+}
+
+struct Level {
+    tier: i32,
+    root: FlowKey,
+    /// Preempted sequences and what they need.
+    returning: BTreeMap<Arrival, (SequenceKey, Work)>,
+    /// Fresh requests by number; the newest may be shed first.
+    fresh: BTreeMap<u64, SequenceKey>,
+    /// All fresh requests in one order, where siblings share first come, first served.
+    merged: OrderTree,
+    work: Work,
+}
+
 /// Sequences that wait for a row and memory.
-#[derive(Debug, Default)]
 pub struct WaitingQueue {
-    sequences: BTreeMap<(Rank, Arrival), SequenceKey>,
+    by_service: bool,
+    flows: Flows,
+    orders: OrderArena,
+    /// The highest first; the last one is best effort.
+    levels: Vec<Level>,
+    promoted: BTreeMap<u64, SequenceKey>,
+    promoted_work: Work,
+    promised_work: Work,
+    num_waiting: usize,
 }
 
 impl WaitingQueue {
-    /// Adds a sequence.
-    pub fn push(&mut self, rank: Rank, arrival: Arrival, sequence: SequenceKey) {
-        let previous = self.sequences.insert((rank, arrival), sequence);
+    /// An empty queue for the levels of these rules.
+    pub fn new(rules: &Rules) -> Self {
+        let by_service = rules.policy().sharing == Sharing::Fair;
+        let mut flows = Flows::new(by_service);
+        let mut levels: Vec<i32> = rules.policy().classes.iter().map(|c| c.level).collect();
+        levels.sort_unstable_by(|a, b| b.cmp(a));
+        levels.dedup();
+        let mut level = |tier| Level {
+            tier,
+            root: flows.add_root(),
+            returning: BTreeMap::new(),
+            fresh: BTreeMap::new(),
+            merged: OrderTree::default(),
+            work: Work::default(),
+        };
+        let mut levels: Vec<Level> = levels.into_iter().map(&mut level).collect();
+        levels.push(level(i32::MIN));
+        Self {
+            by_service,
+            flows,
+            orders: OrderArena::default(),
+            levels,
+            promoted: BTreeMap::new(),
+            promoted_work: Work::default(),
+            promised_work: Work::default(),
+            num_waiting: 0,
+        }
+    }
+
+    /// Index of a level.
+    pub fn level_index(&self, level: i32) -> usize {
+        self.levels.partition_point(|other| other.tier > level)
+    }
+
+    /// The flow of a tenant's user in a class, with one more reference to it.
+    pub fn acquire_flow(
+        &mut self,
+        rules: &Rules,
+        class: ClassId,
+        tenants: &mut Tenants,
+        tenant: TenantKey,
+        user: Option<&Arc<str>>,
+    ) -> FlowKey {
+        while let Some(orphan) = tenants.pop_orphan() {
+            self.flows.release(orphan);
+        }
+        let settings = rules.class(class);
+        let root = self.levels[self.level_index(settings.level)].root;
+        let owner = tenants.get(tenant);
+        let weight = owner.rules.settings.weight;
+        let name = Arc::clone(&owner.name);
+        let of_tenant = if self.by_service {
+            let of_class =
+                self.flows
+                    .acquire(root, &settings.name.as_str().into(), settings.weight);
+            let of_tenant = self.flows.acquire(of_class, &name, weight);
+            self.flows.release(of_class);
+            of_tenant
+        } else {
+            self.flows.acquire(root, &name, weight)
+        };
+        let owner = tenants.get_mut(tenant);
+        if owner.flows.iter().all(|&(_, flow)| flow != of_tenant) {
+            // Kept while there is the tenant: what it was served stays on the books.
+            owner.flows.push((class, of_tenant));
+            self.flows.keep(of_tenant);
+            if owner.held_since.is_some() {
+                self.flows.set_held(of_tenant, true, None);
+            }
+        }
+        if !self.by_service {
+            return of_tenant;
+        }
+        let leaf = self
+            .flows
+            .acquire(of_tenant, &user.map_or_else(|| "".into(), Arc::clone), 1.0);
+        self.flows.release(of_tenant);
+        leaf
+    }
+
+    /// Applies the weights of other rules, whose classes are the same.
+    pub fn reload(&mut self, rules: &Rules) {
+        for class in &rules.policy().classes {
+            let root = self.levels[self.level_index(class.level)].root;
+            if let Some(flow) = self.flows.child(root, &class.name) {
+                self.flows.set_weight(flow, class.weight);
+            }
+        }
+    }
+
+    /// Gives a reference to a flow back.
+    pub fn release_flow(&mut self, leaf: FlowKey) {
+        self.flows.release(leaf);
+    }
+
+    /// The flows' counters.
+    pub fn flows_mut(&mut self) -> &mut Flows {
+        &mut self.flows
+    }
+
+    /// The flows' counters.
+    pub fn flows(&self) -> &Flows {
+        &self.flows
+    }
+
+    /// Lets a fresh request wait in its flow.
+    pub fn push_fresh(&mut self, fresh: &Fresh) {
+        debug_assert_eq!(fresh.standing, Standing::Flow);
+        self.num_waiting += 1;
+        if fresh.is_promised {
+            self.promised_work.add(fresh.work);
+        }
+        self.stand(fresh);
+    }
+
+    fn stand(&mut self, fresh: &Fresh) {
+        match fresh.standing {
+            Standing::Flow => {
+                let level = &mut self.levels[fresh.level];
+                level.fresh.insert(fresh.key.number, fresh.sequence);
+                level.work.add(fresh.work);
+                self.enter_flow(fresh);
+            }
+            Standing::Promoted => {
+                self.promoted.insert(fresh.key.number, fresh.sequence);
+                self.promoted_work.add(fresh.work);
+            }
+            Standing::Parked => self.promoted_work.add(fresh.work),
+            Standing::BestEffort => {
+                let last = self.levels.last_mut().expect("best effort is a level");
+                last.fresh.insert(fresh.key.number, fresh.sequence);
+                last.work.add(fresh.work);
+            }
+        }
+    }
+
+    fn enter_flow(&mut self, fresh: &Fresh) {
+        let Fresh {
+            leaf,
+            key,
+            sequence,
+            work,
+            ..
+        } = *fresh;
+        let tree = self.flows.waiting_mut(leaf);
+        self.orders.insert(tree, key, sequence, work.units);
+        if !self.by_service {
+            let merged = &mut self.levels[fresh.level].merged;
+            self.orders.insert(merged, key, sequence, work.units);
+        }
+        let first = self.first_key(leaf);
+        self.flows.changed(leaf, work.units, 0, first);
+    }
+
+    fn leave_flow(&mut self, fresh: &Fresh) {
+        let tree = self.flows.waiting_mut(fresh.leaf);
+        let removed = self.orders.remove(tree, fresh.key);
+        debug_assert!(removed, "not in its flow");
+        if !self.by_service {
+            let merged = &mut self.levels[fresh.level].merged;
+            self.orders.remove(merged, fresh.key);
+        }
+        let first = self.first_key(fresh.leaf);
+        self.flows.changed(fresh.leaf, 0, fresh.work.units, first);
+    }
+
+    fn first_key(&self, leaf: FlowKey) -> Option<OrderKey> {
+        let first = self.orders.first(self.flows.waiting(leaf));
+        first.map(|(key, _)| key)
+    }
+
+    /// Takes a fresh request out, wherever it stands.
+    pub fn remove_fresh(&mut self, fresh: &Fresh) {
+        self.num_waiting -= 1;
+        if fresh.is_promised {
+            self.promised_work.remove(fresh.work);
+        }
+        self.leave(fresh);
+    }
+
+    fn leave(&mut self, fresh: &Fresh) {
+        match fresh.standing {
+            Standing::Flow => {
+                let level = &mut self.levels[fresh.level];
+                level.fresh.remove(&fresh.key.number);
+                level.work.remove(fresh.work);
+                self.leave_flow(fresh);
+            }
+            Standing::Promoted => {
+                self.promoted.remove(&fresh.key.number);
+                self.promoted_work.remove(fresh.work);
+            }
+            Standing::Parked => self.promoted_work.remove(fresh.work),
+            Standing::BestEffort => {
+                let last = self.levels.last_mut().expect("best effort is a level");
+                last.fresh.remove(&fresh.key.number);
+                last.work.remove(fresh.work);
+            }
+        }
+    }
+
+    /// Moves a fresh request to where `standing` says.
+    pub fn move_to(&mut self, fresh: &mut Fresh, standing: Standing) {
+        self.leave(fresh);
+        fresh.standing = standing;
+        self.stand(fresh);
+    }
+
+    /// Lets a preempted sequence of a level wait.
+    pub fn push_returning(
+        &mut self,
+        level: usize,
+        arrival: Arrival,
+        sequence: SequenceKey,
+        work: Work,
+    ) {
+        self.num_waiting += 1;
+        self.levels[level].work.add(work);
+        let previous = self.levels[level]
+            .returning
+            .insert(arrival, (sequence, work));
         debug_assert!(previous.is_none(), "two sequences with one arrival");
     }
 
-    /// The sequence that is next.
-    pub fn first(&self) -> Option<SequenceKey> {
-        self.sequences.first_key_value().map(|(_, &key)| key)
+    /// Takes a preempted sequence out; false if it does not wait.
+    pub fn remove_returning(&mut self, level: usize, arrival: Arrival) -> bool {
+        let Some((_, work)) = self.levels[level].returning.remove(&arrival) else {
+            return false;
+        };
+        self.levels[level].work.remove(work);
+        self.num_waiting -= 1;
+        true
     }
 
-    /// Takes a sequence out, wherever it stands; false if it does not wait.
-    pub fn remove(&mut self, rank: Rank, arrival: Arrival) -> bool {
-        self.sequences.remove(&(rank, arrival)).is_some()
+    /// Who is next.
+    pub fn peek(&mut self) -> Option<Next> {
+        if self.num_waiting == 0 {
+            return None;
+        }
+        if let Some((_, &key)) = self.promoted.first_key_value() {
+            return Some(Next::Promoted(key));
+        }
+        let last = self.levels.len() - 1;
+        for (index, level) in self.levels.iter().enumerate() {
+            if let Some((_, &(key, _))) = level.returning.first_key_value() {
+                return Some(Next::Returning(key, index));
+            }
+            if index == last {
+                let first = level.fresh.first_key_value();
+                return first.map(|(_, &key)| Next::Fresh(key, index, level.root));
+            }
+            if let Some(leaf) = self.flows.next_leaf(level.root) {
+                let first = self.orders.first(self.flows.waiting(leaf));
+                return first.map(|(_, key)| Next::Fresh(key, index, leaf));
+            }
+        }
+        None
+    }
+
+    /// Calls `visit` with the first `count` requests of a flow, in order.
+    pub fn visit_first(&self, leaf: FlowKey, count: usize, visit: impl FnMut(SequenceKey)) {
+        self.orders
+            .visit_first(self.flows.waiting(leaf), count, visit);
+    }
+
+    /// Holds the flows of a tenant, or lets them go.
+    pub fn set_held(&mut self, flows: &[(ClassId, FlowKey)], held: bool) {
+        for &(_, flow) in flows {
+            let first = self.first_key(flow);
+            self.flows.set_held(flow, held, first);
+        }
+    }
+
+    /// What is served before a request that is about to wait in a flow: promoted requests, everything of
+    /// higher levels, and what of its own level the order puts in front of it.
+    pub fn work_before(&self, level: usize, leaf: FlowKey, key: OrderKey) -> Work {
+        let own = &self.levels[level];
+        let units = if self.by_service {
+            let first = self.orders.total_before(self.flows.waiting(leaf), key);
+            self.flows.work_before(leaf, first)
+        } else {
+            self.orders.total_before(own.merged, key)
+        };
+        let above = self.levels[..level].iter();
+        above
+            .fold(self.promoted_work, |sum, level| sum.plus(level.work))
+            .plus(own.work.part(units))
+    }
+
+    /// Everything that waits.
+    pub fn work(&self) -> Work {
+        self.levels
+            .iter()
+            .fold(self.promoted_work, |sum, level| sum.plus(level.work))
+    }
+
+    /// Fresh requests that were not promoted, of level number `from` and below: the lowest level first,
+    /// and the newest of it first.
+    pub fn least_important(&self, from: usize) -> impl Iterator<Item = SequenceKey> {
+        let levels = self.levels[from..].iter().rev();
+        levels.flat_map(|level| level.fresh.values().rev()).copied()
+    }
+
+    /// What waits of those that were promised to be promoted.
+    pub fn promised_work(&self) -> Work {
+        self.promised_work
+    }
+
+    /// The oldest fresh request that waits and is not parked.
+    fn oldest_fresh(&self) -> Option<(u64, SequenceKey)> {
+        let levels = self
+            .levels
+            .iter()
+            .filter_map(|level| level.fresh.first_key_value());
+        let all = levels.chain(self.promoted.first_key_value());
+        all.map(|(&number, &key)| (number, key))
+            .min_by_key(|&(number, _)| number)
+    }
+
+    /// Number of the oldest fresh request.
+    pub fn oldest(&self) -> Option<u64> {
+        self.oldest_fresh().map(|(number, _)| number)
+    }
+
+    /// The oldest fresh request.
+    pub fn oldest_sequence(&self) -> Option<SequenceKey> {
+        self.oldest_fresh().map(|(_, key)| key)
+    }
+
+    /// Times that the first of a flow was passed over since it became the first.
+    pub fn passes(&self, leaf: FlowKey) -> u32 {
+        self.flows.passes(leaf)
+    }
+
+    /// Sets that.
+    pub fn set_passes(&mut self, leaf: FlowKey, passes: u32) {
+        self.flows.set_passes(leaf, passes);
     }
 
     /// Sequences that wait.
     pub fn len(&self) -> usize {
-        self.sequences.len()
+        self.num_waiting
     }
 
     /// Whether nobody waits.
     pub fn is_empty(&self) -> bool {
-        self.sequences.is_empty()
+        self.num_waiting == 0
     }
 }

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use chairlift_core::config::Settings;
+use chairlift_core::error::SubmitError;
 use chairlift_core::iteration::commit::{STATUS_FAILED, STATUS_OK, StepResults};
 use chairlift_core::iteration::plan::StepPlan;
 use chairlift_core::output::Event;
@@ -82,6 +83,14 @@ pub fn request(id: u64, prompt: Vec<u32>, max_tokens: u32) -> NewRequest {
     }
 }
 
+/// A ticket of the default tenant and class.
+pub fn ticket(request: &NewRequest) -> Ticket {
+    Ticket {
+        n: request.sampling.n,
+        ..Ticket::new(request.id)
+    }
+}
+
 /// What a client has received of one answer.
 #[derive(Clone, Debug, Default)]
 pub struct Answer {
@@ -135,20 +144,23 @@ impl Harness {
         self.submit_reserved(request);
     }
 
-    /// Submits on a place that was reserved; panics on a refusal.
-    pub fn submit_reserved(&mut self, request: NewRequest) {
-        let id = request.id;
-        self.engine
-            .submit(self.now, request.clone())
-            .expect("accepted");
+    /// Submits on a place that was reserved, if the gate lets it in.
+    pub fn try_submit_reserved(&mut self, request: NewRequest) -> Result<(), SubmitError> {
+        self.engine.submit(self.now, request.clone())?;
         let answers = vec![Answer::default(); request.sampling.n as usize];
         let client = Client {
-            request,
             answers,
             scheduled: 0,
             ended: 0,
+            request,
         };
-        assert!(self.clients.insert(id, client).is_none());
+        assert!(self.clients.insert(client.request.id, client).is_none());
+        Ok(())
+    }
+
+    /// Submits on a place that was reserved; panics on a rejection.
+    pub fn submit_reserved(&mut self, request: NewRequest) {
+        self.try_submit_reserved(request).expect("accepted");
     }
 
     pub fn schedule(&mut self) -> bool {
@@ -235,8 +247,15 @@ impl Harness {
 
     pub fn run_to_end(&mut self) {
         let mut steps = 0;
-        while self.step() {
+        loop {
+            let ran = self.step();
             self.engine.audit().expect("consistent books");
+            if !ran {
+                match self.engine.next_wake() {
+                    Some(time) if self.engine.metrics().live > 0 => self.now = time.max(self.now),
+                    _ => break,
+                }
+            }
             steps += 1;
             assert!(steps < 100_000, "no end in sight");
         }
@@ -267,6 +286,30 @@ impl Harness {
                     let client = self.clients.get_mut(request).expect("a client");
                     client.ended += 1;
                     assert_eq!(client.ended, 1, "{request} ended twice");
+                    let unscheduled = [
+                        Finish::QueueTimeout,
+                        Finish::DeadlineMissed,
+                        Finish::Shed,
+                        Finish::Displaced,
+                    ];
+                    let given_up = unscheduled
+                        .iter()
+                        .any(|&f| client.answers[0].finish == Some(f));
+                    assert!(
+                        !given_up || client.scheduled == 0,
+                        "{request} was in a plan"
+                    );
+                    let waited = &stats.waits;
+                    let parts = waited.slots_us
+                        + waited.memory_us
+                        + waited.budget_us
+                        + waited.fairness_us
+                        + waited.rate_us
+                        + waited.window_us;
+                    if let Some(scheduled) = stats.first_scheduled {
+                        let waited = scheduled.since_us(stats.arrival);
+                        assert_eq!(parts, waited, "{request}: {:?}", stats.waits);
+                    }
                     assert!(client.answers.iter().all(|answer| answer.finish.is_some()));
                     let tokens: usize = client
                         .answers

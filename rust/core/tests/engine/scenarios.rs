@@ -180,7 +180,7 @@ fn what_can_never_run_is_refused_with_the_numbers() {
         harness
             .engine
             .reserve(harness.now, Ticket::new(RequestId(9)))
-            .unwrap()
+            .unwrap();
     };
     let mut refuse = |new: NewRequest| {
         reserve(&mut harness);

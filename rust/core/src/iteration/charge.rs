@@ -1,0 +1,147 @@
+//! Who pays for what: the one place that turns work into service of a flow.
+//!
+//! A prompt is charged when its request is admitted (VTC, OSDI'24), so that the next choice knows of
+//! it; what of it has not run when the sequence is preempted or ends is refunded, exactly. Prompt tokens
+//! that the prefix cache has are charged at their own price. Output is charged as it comes, unless its
+//! predicted length was charged at admission; then only what goes beyond is, and what was not used is
+//! refunded at the end. Nothing is charged twice: what is computed again after a preemption is free.
+//!
+//! With device time as the price, a token costs its share of its iteration's time; the prompt is charged
+//! by the time that a token took of late, and corrected when its chunk has run.
+
+use crate::config::policy::Price;
+use crate::iteration::ledger::Ledger;
+use crate::request::{SequenceKey, Time};
+use crate::waiting::order::Units;
+
+/// Prices in thousandths of their unit: a token's price, or a microsecond.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Prices {
+    /// So much for each token.
+    Tokens {
+        input: Units,
+        cached: Units,
+        output: Units,
+    },
+    /// A nanosecond of device time is one.
+    DeviceTime,
+}
+
+impl Prices {
+    pub(crate) fn new(price: Price) -> Self {
+        let thousandths = |price: f64| (price * 1_000.0).round() as Units;
+        match price {
+            Price::Tokens {
+                input,
+                cached,
+                output,
+            } => Self::Tokens {
+                input: thousandths(input),
+                cached: thousandths(cached),
+                output: thousandths(output),
+            },
+            Price::DeviceTime => Self::DeviceTime,
+        }
+    }
+
+    /// Price of an input token, where one takes `token_ns` of device time.
+    pub(crate) fn input(self, token_ns: u64) -> Units {
+        match self {
+            Self::Tokens { input, .. } => input,
+            Self::DeviceTime => token_ns,
+        }
+    }
+
+    /// Price of an output token.
+    pub(crate) fn output(self, token_ns: u64) -> Units {
+        match self {
+            Self::Tokens { output, .. } => output,
+            Self::DeviceTime => token_ns,
+        }
+    }
+}
+
+impl Ledger {
+    /// Charges what of a sequence's prompt was never charged, when it is admitted with so many tokens
+    /// cached. The first time, `predicted_output` tokens are charged as well.
+    pub(crate) fn charge_admission(
+        &mut self,
+        key: SequenceKey,
+        num_cached: u32,
+        predicted_output: u64,
+    ) {
+        let token_ns = self.forecast.token_ns();
+        let sequence = &mut self.sequences[key.0];
+        let prompt = sequence.num_prompt_tokens;
+        let cached = num_cached.min(prompt);
+        let mut units = 0;
+        if let Prices::Tokens { cached: price, .. } = self.prices {
+            units += price * u64::from(cached.saturating_sub(sequence.num_charged_tokens));
+        }
+        sequence.num_charged_tokens = sequence.num_charged_tokens.max(cached);
+        let uncharged = prompt.saturating_sub(sequence.num_charged_tokens);
+        sequence.prepaid = u64::from(uncharged) * self.prices.input(token_ns);
+        sequence.prepaid_output = predicted_output * self.prices.output(token_ns);
+        units += sequence.prepaid + sequence.prepaid_output;
+        self.queue.flows_mut().charge(sequence.leaf, units);
+    }
+
+    /// Accounts for the tokens up to `end` that a step computed for a sequence, at `token_ns` each.
+    pub(crate) fn charge_computed(&mut self, key: SequenceKey, end: u32, token_ns: u64) {
+        let sequence = &mut self.sequences[key.0];
+        let begin = sequence.num_charged_tokens;
+        if end <= begin {
+            return; // computed again
+        }
+        sequence.num_charged_tokens = end;
+        let in_prompt = end.min(sequence.num_prompt_tokens).saturating_sub(begin);
+        let left = u64::from(sequence.num_prompt_tokens.saturating_sub(begin)).max(1);
+        let released = if u64::from(in_prompt) == left {
+            sequence.prepaid
+        } else {
+            (u128::from(sequence.prepaid) * u128::from(in_prompt) / u128::from(left)) as Units
+        };
+        sequence.prepaid -= released;
+        if matches!(self.prices, Prices::Tokens { .. }) {
+            return; // what was released was the price
+        }
+        let leaf = sequence.leaf;
+        let mut actual = u64::from(end - begin) * token_ns;
+        let from_output = actual.min(sequence.prepaid_output) * u64::from(in_prompt == 0);
+        sequence.prepaid_output -= from_output;
+        actual -= from_output;
+        if actual >= released {
+            self.queue.flows_mut().charge(leaf, actual - released);
+        } else {
+            self.queue.flows_mut().refund(leaf, released - actual);
+        }
+    }
+
+    /// Accounts for output tokens that a step sampled for a sequence.
+    pub(crate) fn charge_output(&mut self, key: SequenceKey, tokens: u64, now: Time) {
+        let sequence = &mut self.sequences[key.0];
+        if let Prices::Tokens { output, .. } = self.prices {
+            let units = output * tokens;
+            let prepaid = units.min(sequence.prepaid_output);
+            sequence.prepaid_output -= prepaid;
+            self.queue
+                .flows_mut()
+                .charge(sequence.leaf, units - prepaid);
+        }
+        if self.tenants.any_has_rate() {
+            let tenant = self.requests[sequence.request.0].tenant;
+            self.tenants.get_mut(tenant).use_tokens(now, tokens);
+        }
+    }
+
+    /// Gives back what was charged for work that has not run.
+    pub(crate) fn refund(&mut self, key: SequenceKey) {
+        let sequence = &mut self.sequences[key.0];
+        let units =
+            std::mem::take(&mut sequence.prepaid) + std::mem::take(&mut sequence.prepaid_output);
+        if units > 0 {
+            let leaf = sequence.leaf;
+            self.queue.flows_mut().refund(leaf, units);
+        }
+    }
+}

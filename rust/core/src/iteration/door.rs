@@ -1,0 +1,534 @@
+//! The way in: places, submission, and who has to make room for whom.
+//!
+//! Two steps, as policies of the gate ask: a place is reserved before the prompt is tokenised, atomically
+//! at the doors of engine, class and tenant; with the tokens known the request is let in or rejected, with
+//! a reason and with a prediction from the engine's own state. Only requests that were never scheduled
+//! are displaced or shed, the lowest level first and the newest of it first: their clients have been
+//! told nothing yet.
+
+use std::sync::Arc;
+
+use crate::config::Limits;
+use crate::config::policy::{ClassId, OnTimeout, Order};
+use crate::error::SubmitError;
+use crate::iteration::lane::Lane;
+use crate::iteration::ledger::{Entry, Ledger, Reserved, Waiting};
+use crate::iteration::sequence::{NewSequence, RequestKey, Sequence};
+use crate::memory::prefix::{BlockHash, extend_chain};
+use crate::request::{Finish, Request, SequenceKey, Ticket, Time};
+use crate::waiting::fairness::FlowKey;
+use crate::waiting::forecast::Room;
+use crate::waiting::gate::{Bounds, Doors, Full, Place};
+use crate::waiting::order::OrderKey;
+use crate::waiting::queue::{Fresh, Standing, Work};
+use crate::waiting::tenants::TenantKey;
+
+impl Ledger {
+    /// Takes a place at the door.
+    pub(crate) fn reserve(
+        &mut self,
+        lane: &mut Lane,
+        limits: &Limits,
+        ticket: Ticket,
+        now: Time,
+    ) -> Result<(), SubmitError> {
+        let id = ticket.id;
+        if self.live.contains_key(&id) || self.reserved.contains_key(&id) {
+            return Err(SubmitError::DuplicateRequest { request: id });
+        }
+        let chosen = self
+            .rules
+            .choose_class(&ticket.tenant, ticket.class.as_deref());
+        let Some(class) = chosen else {
+            return Err(self.unknown_class(ticket.class));
+        };
+        if self.is_shedding && self.rules.class(class).may_be_shed {
+            return Err(SubmitError::Shedding {
+                class: self.rules.class(class).name.clone(),
+                retry_after_us: self.overload_us(lane, limits),
+            });
+        }
+        let tenant = self.tenants.acquire(now, &ticket.tenant, &self.rules);
+        match self.take_place(lane, limits, class, tenant, ticket.n, now) {
+            Ok(place) => {
+                let reserved = Reserved {
+                    place,
+                    class,
+                    tenant,
+                    user: ticket.user.map(Arc::from),
+                };
+                self.reserved.insert(id, reserved);
+                Ok(())
+            }
+            Err(error) => {
+                self.tenants.release(tenant);
+                Err(error)
+            }
+        }
+    }
+
+    fn unknown_class(&self, class: Option<String>) -> SubmitError {
+        let classes = self.rules.policy().classes.iter();
+        let known: Vec<&str> = classes.map(|class| class.name.as_str()).collect();
+        SubmitError::UnknownClass {
+            class: class.unwrap_or_default(),
+            known: known.join(", "),
+        }
+    }
+
+    /// Gives a reserved place back; false if there is none.
+    pub(crate) fn release(&mut self, id: crate::request::RequestId) -> bool {
+        match self.reserved.remove(&id) {
+            None => false,
+            Some(reserved) => {
+                self.tenants.release(reserved.tenant);
+                true
+            }
+        }
+    }
+
+    /// Gives all reserved places back.
+    pub(crate) fn release_all(&mut self) {
+        while let Some((_, reserved)) = self.reserved.pop_first() {
+            self.tenants.release(reserved.tenant);
+        }
+    }
+
+    fn bounds(&self, limits: &Limits, class: ClassId, tenant: TenantKey) -> Bounds {
+        Bounds {
+            engine: Some(limits.max_queued_requests()),
+            class: self.rules.class(class).max_queued_requests,
+            tenant: self.tenants.get(tenant).rules.settings.max_queued,
+        }
+    }
+
+    fn take_place(
+        &mut self,
+        lane: &mut Lane,
+        limits: &Limits,
+        class: ClassId,
+        tenant: TenantKey,
+        n: u32,
+        now: Time,
+    ) -> Result<Place, SubmitError> {
+        let owner = self.tenants.get(tenant);
+        if let Some(max_running) = owner.rules.settings.max_running.filter(|&most| n > most) {
+            let tenant = owner.name.to_string();
+            return Err(SubmitError::TooManyAnswers {
+                tenant,
+                n,
+                max_running,
+            });
+        }
+        let doors = Doors {
+            engine: self.door.clone(),
+            class: self.classes[class.0 as usize].door.clone(),
+            tenant: owner.door.clone(),
+        };
+        let bounds = self.bounds(limits, class, tenant);
+        let mut taken = doors.take(n, bounds);
+        if matches!(taken, Err(Full::Engine)) && self.displace(lane, limits, class, n, now) {
+            taken = doors.take(n, bounds);
+        }
+        taken.map_err(|full| self.full(full, limits, class, tenant))
+    }
+
+    fn full(&self, full: Full, limits: &Limits, class: ClassId, tenant: TenantKey) -> SubmitError {
+        let settings = self.rules.class(class);
+        let owner = self.tenants.get(tenant);
+        match full {
+            Full::Engine => SubmitError::QueueFull {
+                queued: self.door.queued(),
+                max_queued_requests: limits.max_queued_requests(),
+            },
+            Full::Class => SubmitError::ClassFull {
+                class: settings.name.clone(),
+                queued: self.classes[class.0 as usize].door.queued(),
+                max_queued_requests: settings.max_queued_requests.unwrap_or(u32::MAX),
+            },
+            Full::Tenant => SubmitError::TenantFull {
+                tenant: owner.name.to_string(),
+                queued: owner.door.queued(),
+                max_queued: owner.rules.settings.max_queued.unwrap_or(u32::MAX),
+            },
+        }
+    }
+
+    /// Makes room at the engine's door for `n` answers of a class by displacing what is less important.
+    /// False, and nobody was displaced, if that would not be enough.
+    fn displace(
+        &mut self,
+        lane: &mut Lane,
+        limits: &Limits,
+        class: ClassId,
+        n: u32,
+        now: Time,
+    ) -> bool {
+        let level = self.queue.level_index(self.rules.class(class).level);
+        let lacking = u64::from(self.door.queued()) + u64::from(n);
+        let mut lacking = lacking.saturating_sub(limits.max_queued_requests().into());
+        let mut victims = Vec::new();
+        for key in self.queue.least_important(level + 1) {
+            if lacking == 0 {
+                break;
+            }
+            let request = self.sequences[key.0].request;
+            lacking = lacking.saturating_sub(self.requests[request.0].request.sampling.n.into());
+            victims.push(request);
+        }
+        if lacking > 0 {
+            return false;
+        }
+        for victim in victims {
+            self.end_request(lane, victim, Finish::Displaced, now);
+        }
+        true
+    }
+
+    /// Lets a checked request wait, or rejects it; then its place is given back.
+    pub(crate) fn let_in(
+        &mut self,
+        lane: &Lane,
+        limits: &Limits,
+        reserved: Reserved,
+        request: Request,
+        prompt: Vec<u32>,
+        now: Time,
+    ) -> Result<(), SubmitError> {
+        let (class, tenant) = (reserved.class, reserved.tenant);
+        let leaf = self.queue.acquire_flow(
+            &self.rules,
+            class,
+            &mut self.tenants,
+            tenant,
+            reserved.user.as_ref(),
+        );
+        let admitted = self.judge(lane, limits, reserved, request, leaf, now);
+        match admitted {
+            Ok((entry, work)) => {
+                self.enter(lane, limits, entry, prompt, work, now);
+                Ok(())
+            }
+            Err(error) => {
+                self.queue.release_flow(leaf);
+                self.tenants.release(tenant);
+                Err(error)
+            }
+        }
+    }
+
+    /// Everything that can be said against a request whose tokens are known.
+    fn judge(
+        &mut self,
+        lane: &Lane,
+        limits: &Limits,
+        mut reserved: Reserved,
+        mut request: Request,
+        leaf: FlowKey,
+        now: Time,
+    ) -> Result<(Admitted, Work), SubmitError> {
+        let Reserved { class, tenant, .. } = reserved;
+        let bounds = self.bounds(limits, class, tenant);
+        let resized = reserved.place.resize(request.sampling.n, bounds);
+        resized.map_err(|full| self.full(full, limits, class, tenant))?;
+        self.check_tokens(limits, class, request.num_prompt_tokens.into())?;
+        let expected = self
+            .expected_length(class, tenant)
+            .min(request.max_tokens.into());
+        let expected = expected as u64 * u64::from(request.sampling.n);
+        self.check_rate(class, tenant, now)?;
+        let work = self.work_of(limits, &request, expected);
+        let key = self.order_key(limits, &request, class, expected, now);
+        let level = self.queue.level_index(self.rules.class(class).level);
+        let room = lane.room(limits);
+        let ahead = self.queue.work_before(level, leaf, key);
+        if let Some((_, ttft)) = self.forecast.predict(ahead, work, room) {
+            request.stats.predicted_ttft_us = Some(ttft);
+            self.check_promises(class, ttft, work, room)?;
+        }
+        let admitted = Admitted {
+            entry: Entry {
+                request,
+                class,
+                tenant,
+                leaf,
+                waiting: None,
+                sequences: Vec::with_capacity(1),
+            },
+            place: reserved.place,
+            key,
+            level,
+            rate_tokens: expected,
+        };
+        Ok((admitted, work))
+    }
+
+    fn check_tokens(
+        &self,
+        limits: &Limits,
+        class: ClassId,
+        prompt_tokens: u64,
+    ) -> Result<(), SubmitError> {
+        let settings = self.rules.class(class);
+        let of_class = &self.classes[class.0 as usize].door;
+        let bounds = [
+            (&self.door, limits.max_queued_tokens(), None),
+            (of_class, settings.max_queued_tokens, Some(&settings.name)),
+        ];
+        for (door, bound, class) in bounds {
+            let queued_tokens = door.queued_tokens();
+            if let Some(most) = bound.filter(|&most| queued_tokens + prompt_tokens > most) {
+                return Err(SubmitError::TokensFull {
+                    queued_tokens,
+                    prompt_tokens,
+                    max_queued_tokens: most,
+                    class: class.cloned(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_rate(&self, class: ClassId, tenant: TenantKey, now: Time) -> Result<(), SubmitError> {
+        let owner = self.tenants.get(tenant);
+        let Some(most) = self.rules.class(class).max_queue_time_us else {
+            return Ok(());
+        };
+        let until = owner.rate_holds_until(now, owner.waiting_tokens);
+        match until.map(|until| until.since_us(now)) {
+            Some(wait_us) if wait_us > most => Err(SubmitError::RateExceeded {
+                tenant: owner.name.to_string(),
+                tokens_per_second: owner.rules.settings.tokens_per_second.unwrap_or(0),
+                wait_us,
+                max_queue_time_us: most,
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Rejects what will miss its class's TTFT target, and promises of promotion beyond those that can
+    /// be kept.
+    fn check_promises(
+        &self,
+        class: ClassId,
+        predicted_us: u64,
+        work: Work,
+        room: Room,
+    ) -> Result<(), SubmitError> {
+        let settings = self.rules.class(class);
+        if let Some(target_us) = settings.ttft_target_us.filter(|&t| predicted_us > t) {
+            return Err(SubmitError::TtftUnreachable {
+                class: settings.name.clone(),
+                predicted_us,
+                target_us,
+            });
+        }
+        if let Some(most) = self.promises(class) {
+            let promised = self.queue.promised_work();
+            let kept = self.forecast.predict(promised, work, room);
+            if let Some((predicted_us, _)) = kept.filter(|&(wait, _)| wait > most) {
+                return Err(SubmitError::PromiseUnkeepable {
+                    class: settings.name.clone(),
+                    predicted_us,
+                    max_queue_time_us: most,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Microseconds after which a class promises to promote, if it does.
+    fn promises(&self, class: ClassId) -> Option<u64> {
+        let settings = self.rules.class(class);
+        let promotes = settings.on_timeout == OnTimeout::Promote;
+        settings.max_queue_time_us.filter(|_| promotes)
+    }
+
+    /// What a fresh request is expected to need, with so many output tokens.
+    fn work_of(&self, limits: &Limits, request: &Request, output_tokens: u64) -> Work {
+        let token_ns = self.forecast.token_ns();
+        let prompt = u64::from(request.num_prompt_tokens);
+        Work {
+            units: prompt * self.prices.input(token_ns)
+                + output_tokens * self.prices.output(token_ns),
+            prefill_tokens: prompt,
+            rows: request.sampling.n.into(),
+            blocks: limits.blocks_for(request.num_prompt_tokens + 1).into(),
+        }
+    }
+
+    /// Where a request stands among those of its flow, whatever happens later: ratios that change with
+    /// time cannot live in a search tree, so age is the engine's own clock of tokens processed when it
+    /// came.
+    fn order_key(
+        &self,
+        limits: &Limits,
+        request: &Request,
+        class: ClassId,
+        output_tokens: u64,
+        now: Time,
+    ) -> OrderKey {
+        let policy = self.rules.policy();
+        let age = (self.counters.scheduled_tokens as f64 * policy.ageing) as u64;
+        let prompt = u64::from(request.num_prompt_tokens);
+        let cost = match policy.order {
+            Order::Arrival | Order::Prefix => 0,
+            Order::Shortest => prompt + output_tokens + age,
+            // Blocks over iterations, in tokens: what is held while the output is written, over what a
+            // sequence of the longest length would hold.
+            Order::Footprint => {
+                let held = (prompt + output_tokens / 2) * output_tokens.max(1);
+                held / u64::from(limits.block_size()) + age
+            }
+            Order::Deadline => {
+                let target = self.rules.class(class).ttft_target_us;
+                let by_target = target.map(|target| now.0.saturating_add(target));
+                request
+                    .deadline
+                    .map(|at| at.0)
+                    .or(by_target)
+                    .unwrap_or(u64::MAX)
+            }
+        };
+        OrderKey {
+            priority: request.priority,
+            cost,
+            number: self.num_arrivals,
+        }
+    }
+
+    fn enter(
+        &mut self,
+        lane: &Lane,
+        limits: &Limits,
+        admitted: Admitted,
+        prompt: Vec<u32>,
+        work: Work,
+        now: Time,
+    ) {
+        let Admitted {
+            mut entry,
+            place,
+            key,
+            level,
+            rate_tokens,
+        } = admitted;
+        self.num_arrivals += 1;
+        self.counters.submitted += 1;
+        let request_key = RequestKey(self.requests.vacant_key());
+        let sequence = self.new_sequence(lane, limits, &entry, request_key, prompt, (key, level));
+        let id = entry.request.id;
+        self.live.insert(id, request_key);
+        entry.sequences.push(sequence);
+        let fresh = Fresh {
+            sequence,
+            level,
+            leaf: entry.leaf,
+            key,
+            work,
+            standing: Standing::Flow,
+            is_promised: self.promises(entry.class).is_some(),
+        };
+        let tenant = self.tenants.get_mut(entry.tenant);
+        let rate_tokens = rate_tokens + work.prefill_tokens;
+        tenant.waiting_tokens += rate_tokens;
+        let mut waiting = Waiting {
+            fresh,
+            place,
+            rate_tokens,
+            timer: None,
+            since: self.clocks.read(now),
+            held_us: tenant.held_us(now),
+        };
+        waiting.place.count_tokens(work.prefill_tokens);
+        entry.waiting = Some(Box::new(waiting));
+        self.requests.insert(entry);
+        self.queue.push_fresh(&fresh);
+        self.arm(request_key, now);
+    }
+
+    fn new_sequence(
+        &mut self,
+        lane: &Lane,
+        limits: &Limits,
+        entry: &Entry,
+        request_key: RequestKey,
+        prompt: Vec<u32>,
+        (key, level): (OrderKey, usize),
+    ) -> SequenceKey {
+        let request = &entry.request;
+        let root = BlockHash::root(request.cache_salt.as_deref(), None);
+        let mut chain = Vec::new();
+        if limits.prefix_caching() {
+            extend_chain(&mut chain, root, &prompt, limits.block_size());
+        }
+        SequenceKey(self.sequences.insert(Sequence::new(NewSequence {
+            request: request_key,
+            number: key.number,
+            level,
+            leaf: entry.leaf,
+            prompt,
+            n: request.sampling.n,
+            table: lane.pool.table(),
+            root,
+            chain,
+            stop: request.stop.stop.clone(),
+        })))
+    }
+
+    /// How long the overload is predicted to last, in microseconds; at least a second.
+    fn overload_us(&self, lane: &Lane, limits: &Limits) -> u64 {
+        let below = self
+            .rules
+            .policy()
+            .shedding
+            .map_or(0, |shedding| shedding.below_us);
+        let drain = self.forecast.drain_us(self.queue.work(), lane.room(limits));
+        drain.saturating_sub(below).max(1_000_000)
+    }
+
+    /// Begins and ends overload, with hysteresis; sheds what may be shed, until it is over.
+    pub(crate) fn shed(&mut self, lane: &mut Lane, limits: &Limits, now: Time) {
+        let Some(shedding) = self.rules.policy().shedding else {
+            self.is_shedding = false;
+            return;
+        };
+        let room = lane.room(limits);
+        let mut work = self.queue.work();
+        let mut drain = self.forecast.drain_us(work, room);
+        if drain <= shedding.below_us {
+            self.is_shedding = false;
+        }
+        if self.is_shedding || drain <= shedding.above_us {
+            return;
+        }
+        self.is_shedding = true;
+        let mut victims = Vec::new();
+        for key in self.queue.least_important(0) {
+            if drain <= shedding.below_us {
+                break;
+            }
+            let request = self.sequences[key.0].request;
+            let entry = &self.requests[request.0];
+            if let Some(waiting) = &entry.waiting
+                && self.rules.class(entry.class).may_be_shed
+            {
+                work = work.less(waiting.fresh.work);
+                drain = self.forecast.drain_us(work, room);
+                victims.push(request);
+            }
+        }
+        for victim in victims {
+            self.end_request(lane, victim, Finish::Shed, now);
+        }
+    }
+}
+
+/// A request that was let in, on its way into the queue.
+struct Admitted {
+    entry: Entry,
+    place: Place,
+    key: OrderKey,
+    level: usize,
+    rate_tokens: u64,
+}

@@ -1,0 +1,49 @@
+//! When newcomers may join those that run.
+//!
+//! `continuous` is what Chairlift is for: at every iteration. The other two are the baselines that it
+//! is compared with, as policies of the same core: a batch is formed only while nobody runs, by itself
+//! (`static`) or when enough requests wait or the oldest has waited long enough (`window`, as a dynamic
+//! batcher does); nobody joins it later, and nobody leaves it before all are done.
+
+use crate::config::policy::Join;
+use crate::request::Time;
+
+/// What the join mode looks at.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Situation {
+    /// Sequences in the running set.
+    pub(crate) num_running: usize,
+    /// Sequences that wait.
+    pub(crate) num_waiting: usize,
+    /// When the oldest that waits came.
+    pub(crate) oldest_arrival: Option<Time>,
+}
+
+/// Whether a batch may be formed or joined now.
+pub(crate) fn may_join(join: Join, situation: Situation, now: Time) -> bool {
+    match join {
+        Join::Continuous => true,
+        Join::Static => situation.num_running == 0,
+        Join::Window { size, .. } => {
+            situation.num_running == 0
+                && (situation.num_waiting >= size as usize
+                    || window_end(join, situation).is_none_or(|end| now >= end))
+        }
+    }
+}
+
+/// When a batch is formed though nobody else comes.
+pub(crate) fn window_end(join: Join, situation: Situation) -> Option<Time> {
+    match join {
+        Join::Window { delay_us, .. } if situation.num_running == 0 => {
+            let oldest = situation.oldest_arrival?;
+            Some(Time(oldest.0.saturating_add(delay_us)))
+        }
+        _ => None,
+    }
+}
+
+/// Whether those that are done stay until all of their batch are.
+pub(crate) fn leaves_together(join: Join) -> bool {
+    !matches!(join, Join::Continuous)
+}

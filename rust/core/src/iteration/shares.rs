@@ -1,0 +1,135 @@
+//! Tenants and classes seen from outside: what they were served, a change of their rules, and the
+//! books about them.
+
+use crate::config::policy::{ClassId, Rules, Sharing};
+use crate::iteration::ledger::Ledger;
+use crate::request::Time;
+use crate::waiting::queue::Standing;
+use crate::waiting::tenants::TenantKey;
+
+/// What a tenant was served in a class.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Share<'a> {
+    /// The class; `None` where siblings share first come, first served: then its level's classes are
+    /// one.
+    pub class: Option<ClassId>,
+    /// The tenant.
+    pub tenant: &'a str,
+    /// Its weight.
+    pub weight: f64,
+    /// Priced service that it really received, in thousandths; kept while the tenant is.
+    pub served: u64,
+    /// Units of work of it that wait, in thousandths.
+    pub backlog: u64,
+    /// Answers of the tenant, in all classes, that run.
+    pub num_running: u32,
+    /// Answers of the tenant, in all classes, at the door and waiting.
+    pub num_queued: u32,
+}
+
+impl Ledger {
+    /// What each tenant's flows were served.
+    pub(crate) fn shares(&self) -> impl Iterator<Item = Share<'_>> {
+        let is_fair = self.rules.policy().sharing == Sharing::Fair;
+        self.tenants.iter().flat_map(move |(_, tenant)| {
+            tenant.flows.iter().map(move |&(class, flow)| Share {
+                class: is_fair.then_some(class),
+                tenant: &tenant.name,
+                weight: tenant.rules.settings.weight,
+                served: self.queue.flows().served(flow),
+                backlog: self.queue.flows().backlog(flow),
+                num_running: tenant.num_running,
+                num_queued: tenant.door.queued(),
+            })
+        })
+    }
+
+    /// Goes over to other rules, which were checked.
+    pub(crate) fn reload(&mut self, rules: Rules, now: Time) {
+        self.rules = rules;
+        self.tenants.reload(&self.rules);
+        let keys: Vec<TenantKey> = self.tenants.iter().map(|(key, _)| key).collect();
+        for key in keys {
+            // What holds it is looked at again when it is its turn.
+            self.let_go(key, now);
+            let tenant = self.tenants.get(key);
+            let weight = tenant.rules.settings.weight;
+            for &(_, flow) in &tenant.flows {
+                self.queue.flows_mut().set_weight(flow, weight);
+            }
+        }
+        self.queue.reload(&self.rules);
+        let live: Vec<_> = self.live.values().copied().collect();
+        for key in live {
+            let entry = &mut self.requests[key.0];
+            if let Some(timer) = entry.waiting.as_mut().and_then(|w| w.timer.take()) {
+                self.timers.remove(&(timer, entry.request.id));
+            }
+            self.arm(key, now);
+        }
+    }
+
+    /// Checks the books of queue, doors and tenants; says the first that disagrees.
+    pub(crate) fn audit(&self) -> Result<(), String> {
+        self.queue.flows().audit()?;
+        let waiting = self
+            .requests
+            .iter()
+            .filter_map(|(_, entry)| entry.waiting.as_ref());
+        let places: u32 = waiting.map(|waiting| waiting.place.n()).sum();
+        let reserved: u32 = self
+            .reserved
+            .values()
+            .map(|reserved| reserved.place.n())
+            .sum();
+        if places + reserved != self.door.queued() {
+            let queued = self.door.queued();
+            return Err(format!(
+                "{places} + {reserved} places are held, the door says {queued}"
+            ));
+        }
+        let doors: u32 = self.classes.iter().map(|class| class.door.queued()).sum();
+        if doors != self.door.queued() {
+            return Err("the doors of the classes and the engine's disagree".into());
+        }
+        for (key, tenant) in self.tenants.iter() {
+            let of_tenant = self
+                .requests
+                .iter()
+                .filter(|(_, entry)| entry.tenant == key);
+            let (mut running, mut tokens) = (0, 0);
+            for (_, entry) in of_tenant {
+                if entry.request.stats.first_scheduled.is_some() {
+                    running += entry.request.live_children;
+                }
+                tokens += entry
+                    .waiting
+                    .as_ref()
+                    .map_or(0, |waiting| waiting.rate_tokens);
+            }
+            if running != tenant.num_running || tokens != tenant.waiting_tokens {
+                return Err(format!(
+                    "tenant {} runs {running} and waits for {tokens}, it says {} and {}",
+                    tenant.name, tenant.num_running, tenant.waiting_tokens
+                ));
+            }
+        }
+        for (_, entry) in &self.requests {
+            let Some(waiting) = &entry.waiting else {
+                continue;
+            };
+            let is_armed = waiting
+                .timer
+                .is_none_or(|timer| self.timers.contains(&(timer, entry.request.id)));
+            let is_parked = waiting.fresh.standing == Standing::Parked;
+            let owner = self.tenants.get(entry.tenant);
+            if !is_armed || is_parked != owner.parked.contains(&entry.request.id) {
+                return Err(format!(
+                    "{} has a timer or a standing nobody knows",
+                    entry.request.id
+                ));
+            }
+        }
+        Ok(())
+    }
+}

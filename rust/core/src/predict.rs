@@ -1,0 +1,3 @@
+//! What is not known yet: how long answers will be.
+
+pub mod output_length;
