@@ -152,15 +152,21 @@ def overflow(run: Run) -> float:
 
 
 def bound_by(run: Run) -> str:
-    """Say what kept those waiting who waited, as shares of the iterations in which somebody did."""
+    """Say what kept those waiting who waited, as shares of the iterations in which somebody did.
+
+    Memory: what is free above the watermark does not hold a long prompt (the 95th percentile).
+    """
     result = run.result
     waiting = result.waiting > 0
     if not waiting.any():
         return "nothing: nobody waited"
     arithmetic = waiting & (tokens(run) >= run.settings.max_num_batched_tokens)
     slots = waiting & ~arithmetic & (result.running >= run.settings.max_num_seqs)
-    memory = waiting & ~arithmetic & ~slots
-    shares = {"arithmetic": arithmetic, "slots": slots, "memory or policy": memory}
+    prompt = percentile(run.workload.input_tokens.astype(np.float64), 95)
+    needed = prompt / run.settings.block_size + run.settings.num_kv_blocks / 100
+    memory = waiting & ~arithmetic & ~slots & (result.free_blocks <= needed)
+    policy = waiting & ~arithmetic & ~slots & ~memory
+    shares = {"arithmetic": arithmetic, "slots": slots, "memory": memory, "policy": policy}
     total = waiting.sum()
     told = [f"{name} {mask.sum() / total:.0%}" for name, mask in shares.items() if mask.any()]
     return f"{', '.join(told)} of the {waiting.mean():.0%} of iterations in which somebody waited"

@@ -1,4 +1,7 @@
-"""What batches cost that nobody joins or leaves: static, window and continuous batching."""
+"""What batches cost that nobody joins or leaves: static, window and continuous batching.
+
+A static batch prefills whole, as engines of that kind do: its token budget holds every prompt.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,22 @@ POLICIES = {
 def run(bench: Bench) -> Report:
     """Compare the join modes at one load."""
     workload = bench.at_load(bench.load)
-    runs = {label: bench.run(label, policy, workload) for label, policy in POLICIES.items()}
+    whole = {"max_num_batched_tokens": int(workload.input_tokens.max()) * bench.max_num_seqs}
+    runs = {
+        label: bench.run(label, policy, workload, **({} if label == "continuous" else whole))
+        for label, policy in POLICIES.items()
+    }
     every = list(runs.values())
     window = f"{WINDOW.size} requests or {WINDOW.delay} s"
     report = Report(
         "head-of-line",
         "Head-of-line blocking",
-        state_of(bench, every, window=window),
+        state_of(
+            bench,
+            [runs["continuous"], runs["static"], runs["window"]],
+            window=window,
+            baselines="a token budget for whole batches of prompts",
+        ),
         [latencies("Latencies", every), engine_table(every), outcome_table(every)],
     )
 

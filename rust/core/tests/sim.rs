@@ -5,6 +5,7 @@ use std::ops::ControlFlow;
 
 use chairlift_core::Engine;
 use chairlift_core::config::Settings;
+use chairlift_core::config::policy::{ClassSettings, Policy};
 use chairlift_core::request::Finish;
 use chairlift_core::sim::{
     Cause, CostProfile, IterationView, Outcome, Random, SimConfig, SimError, SimOutcome,
@@ -346,6 +347,49 @@ fn capacity_is_the_rate_at_which_a_burst_is_served() {
     let rate = capacity(&config, &workload(requests.collect()), to_the_end);
     let rate = rate.expect("a simulation that can be").expect("to the end");
     assert!((rate - 50.0).abs() < 1e-9, "{rate}");
+}
+
+#[test]
+fn timers_fire_in_the_middle_of_a_step() {
+    let policy = Policy {
+        classes: vec![ClassSettings {
+            max_queue_time_us: Some(30_000),
+            ..ClassSettings::new("default")
+        }],
+        ..Policy::default()
+    };
+    let settings = Settings {
+        max_num_seqs: 1,
+        policy,
+        ..Settings::default()
+    };
+    let requests = vec![
+        request(0, 200, 1), // one step of more than 200 ms
+        SimRequest {
+            deadline_us: Some(20_000),
+            ..request(10_000, 8, 1)
+        },
+        request(12_000, 8, 1),
+    ];
+    let outcome = run(&SimConfig::new(settings, EXACT), &workload(requests));
+    assert!(outcome.iterations[0].duration_us > 200_000);
+    let ends: Vec<_> = outcome
+        .records
+        .iter()
+        .map(|record| (record.outcome.name(), record.finished_us))
+        .collect();
+    let first_end = Some(outcome.iterations[0].duration_us);
+    let expected = [
+        ("stop", first_end),
+        ("deadline_missed", Some(30_000)),
+        ("queue_timeout", Some(42_000)),
+    ];
+    assert_eq!(ends, expected);
+    let scheduled = outcome
+        .records
+        .iter()
+        .map(|record| record.first_scheduled_us);
+    assert!(scheduled.eq([Some(0), None, None]));
 }
 
 #[test]
