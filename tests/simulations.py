@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from chairlift.config import PolicyConfig
-from chairlift.engine_args import CoreSettings
+from dataclasses import replace
+
+from chairlift.engine_args import EngineArgs, core_settings
 from chairlift.simulation import CostProfile
 
 EXACT = CostProfile(
@@ -19,18 +20,6 @@ EXACT = CostProfile(
 
 
 def settings(**changes):
-    values = {
-        "max_num_seqs": 256,
-        "max_num_batched_tokens": 2_048,
-        "max_model_len": 8_192,
-        "long_prefill_token_threshold": None,
-        "block_size": 16,
-        "num_kv_blocks": 28_600,
-        "enable_prefix_caching": False,
-        "watermark_blocks": None,
-        "max_queued_requests": 100_000,
-        "max_queued_tokens": None,
-        "policy": PolicyConfig(),
-        "vocab_size": 1,
-    }
-    return CoreSettings(**{**values, **changes})
+    args = EngineArgs(enable_prefix_caching=False, max_queued_requests=100_000)
+    limits = core_settings(args, max_model_len=8_192, num_kv_blocks=28_600, vocab_size=1)
+    return replace(limits, **changes)

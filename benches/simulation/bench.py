@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from chairlift.config import PolicyConfig
-from chairlift.engine_args import CoreSettings
+from chairlift.config import Config, PolicyConfig
+from chairlift.engine_args import CoreSettings, EngineArgs, core_settings
 from chairlift.simulation import (
     GPU_8B,
     GPU_8B_BLOCKS,
@@ -98,18 +98,17 @@ class Bench:
             int((w.input_tokens + np.maximum(w.output_tokens, self.max_tokens)).max())
             for w in workloads
         )
-        return CoreSettings(
+        args = EngineArgs(
+            config=Config(policy=policy),
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=longest + 1,
-            long_prefill_token_threshold=None,
-            block_size=16,
-            num_kv_blocks=self.profile.num_kv_blocks,
             enable_prefix_caching=any(w.prefix_offsets is not None for w in workloads),
-            watermark_blocks=None,
             max_queued_requests=1_000_000,
-            max_queued_tokens=None,
-            policy=policy,
+        )
+        return core_settings(
+            args,
+            max_model_len=longest + 1,
+            num_kv_blocks=self.profile.num_kv_blocks,
             vocab_size=1,  # the simulator has a vocabulary of its own
         )
 

@@ -4,11 +4,16 @@ What is simulated is the compiled core itself. Only the clock, the clients and t
 takes the time that a :class:`CostProfile` says, are not real. The same settings, workload and seed
 give the same result, to the microsecond.
 
+    args = EngineArgs(config=Config(policy=PolicyConfig(sharing="fair")))
+    settings = core_settings(
+        args, max_model_len=8_192, num_kv_blocks=GPU_8B_BLOCKS, vocab_size=1
+    )
     workload = Workload.of(arrival_s, input_tokens, output_tokens)
     result = simulate(settings, GPU_8B, workload, Options(seed=1))
     ttft_s = result.first_token_s - result.arrival_s
 
-The true length of an answer is hidden from the scheduler: an answer ends when it has it.
+The simulator has a vocabulary of its own, whatever ``settings`` say. The true length of an answer
+is hidden from the scheduler: an answer ends when it has it.
 """
 
 from __future__ import annotations
