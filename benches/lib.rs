@@ -68,12 +68,23 @@ impl Bench {
 
     /// Reserves and submits.
     pub fn submit(&mut self, request: NewRequest) {
+        self.submit_as(Ticket::new(request.id), request);
+    }
+
+    /// Reserves with a ticket and submits.
+    pub fn submit_as(&mut self, ticket: Ticket, request: NewRequest) {
         self.engine
-            .reserve(self.now, Ticket::new(request.id))
+            .reserve(self.now, ticket)
             .expect("room at the door");
         self.engine
             .submit(self.now, request)
             .expect("a request that fits");
+    }
+
+    /// Gives a request up.
+    pub fn abort(&mut self, id: RequestId) {
+        self.engine.abort(self.now, id);
+        self.engine.outputs().clear();
     }
 
     /// One iteration: schedule, plan, commit, outputs taken. Returns the tokens it scheduled.

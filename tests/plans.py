@@ -65,11 +65,13 @@ def make_plan(
     chunk: int = 1 << 30,
     copies: tuple[tuple[int, int], ...] = (),
     on_device: bool = False,
+    num_best: int | None = None,
     step: int = 1,
 ) -> StepPlan:
     """Schedule every sequence for its next ``chunk`` tokens; sample those that get their last.
 
-    ``on_device`` leaves the ids of decode tokens to the executor's memory of them.
+    ``on_device`` leaves the ids of decode tokens to the executor's memory of them; with
+    ``num_best`` all prompt tokens are scored.
     """
     order = sorted(sequences, key=lambda s: len(s.token_ids) - s.num_computed > 1)  # decodes first
     counts = [min(chunk, len(s.token_ids) - s.num_computed) for s in order]
@@ -94,6 +96,7 @@ def make_plan(
         num_decodes=num_decodes,
         num_prefills=len(order) - num_decodes,
         rows=_int32(s.row for s in order),
+        adapter_ids=_int32(-1 for _ in order),
         query_start_loc=_offsets(counts),
         seq_lens=_int32(s.num_computed + c for s, c in zip(order, counts, strict=True)),
         token_ids=_int32(tokens),
@@ -105,7 +108,10 @@ def make_plan(
         logits_indices=_int32(scored),
         sample_rows=_int32(s.row for s in sampled),
         sample_output_indices=_int32(len(s.output_ids) for s in sampled),
+        mask_rows=_int32([]),
+        **_scores(order, counts, num_best),
         block_copies=_frozen(np.array(copies, dtype=np.int32).reshape(-1, 2)),
+        block_copy_locations=_frozen(np.zeros((len(copies), 2), dtype=np.uint8)),
         resets=greedy_resets([s.row for s in order if s.num_computed == 0]),
     )
 
@@ -129,6 +135,23 @@ def generate(executor, prompts: list[list[int]], *, max_tokens: int, block_size:
     while running := [s for s in sequences if len(s.output_ids) < max_tokens]:
         run_step(executor, running, make_plan(running, block_size=block_size, **options))
     return [sequence.output_ids for sequence in sequences]
+
+
+def _scores(order, counts, num_best):
+    """Score every prompt token that a chunk predicts."""
+    indices, targets, begin = [], [], 0
+    for sequence, count in zip(order, counts, strict=True):
+        if num_best is not None:
+            last = min(sequence.num_computed + count, sequence.num_prompt - 1)
+            for position in range(sequence.num_computed, last):
+                indices.append(begin + position - sequence.num_computed)
+                targets.append(sequence.token_ids[position + 1])
+        begin += count
+    return {
+        "score_indices": _int32(indices),
+        "score_token_ids": _int32(targets),
+        "score_num_best": _int32(num_best for _ in indices),
+    }
 
 
 def _frozen(array):

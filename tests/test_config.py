@@ -234,6 +234,16 @@ def test_an_object_that_no_file_can_hold():
     ("text", "message"),
     [
         ("[queue\n", r"it is no TOML: .* \(at line 1, column 7\)"),
+        ("a = " + "[" * 5_000, "it is no TOML: "),
+        ("a = " + "1" * 5_000, "it is no TOML: "),
+        ("[engine]\nseed = 0x1" + "0" * 5_000, r"engine\.seed is a huge number; it must be an int"),
+        ("[classes.a]\nlevel = 0x1" + "0" * 5_000, r"classes\.a\.level is a huge number; it must"),
+        ("[classes.a]\nweight = 0x1" + "0" * 5_000, r"classes\.a\.weight is a huge number; it mus"),
+        ("[engine]\ntokenizer = 3", r"engine\.tokenizer is 3; it must be a string or have token_t"),
+        (
+            "[engine]\nexecutor = 3",
+            r"engine\.executor is 3; it must be a string or have launch\(\)",
+        ),
         (b"\xff", "it is no UTF-8 text: invalid start byte at 0"),
         ("queu.a = 3", r"queu is no setting; did you mean queue\? known are classes, "),
         ("queue = 3", "queue is 3; it must be a table"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import select
 import threading
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +16,17 @@ import pytest
 from chairlift import EngineDeadError, QueueFullError, SamplingParams, _core
 from chairlift.engine import LocalEngine
 from chairlift.engine_args import CoreSettings, EngineArgs, EngineOptions
-from chairlift.errors import InvalidRequestError
-from chairlift.executor import SampleLogprobs, StepResult
+from chairlift.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    QueueTimeoutError,
+    RequestFailedError,
+    TryLaterError,
+)
+from chairlift.executor import RaggedLogprobs, StepResult
+from chairlift.outputs import failure
 from chairlift.prompts import ParsedPrompt
+from chairlift.request_args import RequestArgs
 from chairlift.testing import ScriptedExecutor
 
 
@@ -215,6 +225,74 @@ def test_reservations_are_given_back(start):
     until_ended(engine, place.request_id)
 
 
+def test_a_reservation_is_for_the_request_it_was_made_for(start):
+    engine = start()
+    client, args = engine.client, RequestArgs(tenant="acme", request_class="default", user="u")
+    own = engine.prepare(ParsedPrompt(None, [1]), [1], SamplingParams(n=2, max_tokens=1), args)[0]
+    for wrong in (
+        client.reserve(n=2),
+        client.reserve(args),
+        client.reserve(RequestArgs(tenant="acme", request_class="default"), n=2),
+    ):
+        with pytest.raises(RuntimeError, match="another tenant, class, user or number of answers"):
+            client.submit(own, wrong)
+        wrong.release()
+    place = client.reserve(args, n=2)
+    assert client.submit(own, place) == place.request_id
+    until_ended(engine, place.request_id)
+    assert client.metrics()["queued"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tenant", ""),
+        ("tenant", None),
+        ("tenant", "x" * 129),
+        ("tenant", "\ud800"),
+        ("request_class", 3),
+        ("user", b"u"),
+        ("priority", 1.0),
+        ("priority", True),
+        ("priority", 2**31),
+        ("deadline", -1),
+        ("deadline", float("nan")),
+        ("deadline", "1s"),
+    ],
+)
+def test_who_asks_is_checked(name, value):
+    with pytest.raises(InvalidRequestError, match=rf"^{name} is .*; it must be ") as caught:
+        RequestArgs(**{name: value})
+    assert caught.value.code == "invalid_parameter"
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "code"),
+    [
+        ("queue_timeout", QueueTimeoutError, "queue_timeout"),
+        ("deadline_missed", QueueTimeoutError, "deadline_missed"),
+        ("shed", OverloadedError, "shed"),
+        ("displaced", OverloadedError, "displaced"),
+        ("error", RequestFailedError, "request_failed"),
+    ],
+)
+def test_each_way_to_be_given_up_is_an_error_of_its_kind(reason, kind, code):
+    error = failure(SimpleNamespace(error="why", finish_reason=reason, engine_died=False))
+    assert type(error) is kind
+    assert (error.code, str(error)) == (code, "why")
+    assert isinstance(error, TryLaterError) == (reason != "error")
+    assert getattr(error, "retry_after", None) is None
+
+
+def test_the_counters_of_what_did_not_run_are_told(start):
+    engine = start(max_queued_requests=1)
+    with engine.client.reserve(), pytest.raises(QueueFullError):
+        engine.client.reserve()
+    metrics = engine.client.metrics()
+    names = ("submitted", "rejected", "expired", "shed", "displaced")
+    assert [metrics[name] for name in names] == [1, 1, 0, 0, 0]
+
+
 def test_submit_many_takes_what_fits(start):
     executor = ScriptedExecutor()
     engine = start(executor, max_queued_requests=3, max_num_seqs=1)
@@ -306,11 +384,18 @@ def replaced(**changes):
 
 
 def logprobs(offsets, ids, values):
-    return SampleLogprobs(
+    return RaggedLogprobs(
         np.array(offsets, dtype=np.int32),
         np.array(ids, dtype=np.int32),
         np.array(values, dtype=np.float32),
     )
+
+
+def two_tokens(offsets):
+    return {
+        "token_ids": np.array([97, 98], dtype=np.int32),
+        "token_offsets": np.array(offsets, dtype=np.int32),
+    }
 
 
 @pytest.mark.parametrize(
@@ -336,6 +421,17 @@ def logprobs(offsets, ids, values):
         (replaced(logprobs=logprobs([0, 2], [1], [0.0])), "must rise from 0 to the 1 entries"),
         (replaced(logprobs=logprobs([0, 1], [1], [])), "logprobs.values has 0 entries"),
         (replaced(logprobs=logprobs([0, 1], [999], [0.0])), "logprobs.token_ids has token 999"),
+        (
+            replaced(logprobs=logprobs([0, 1], [9], [0.0]), **two_tokens([0, 2])),
+            "logprobs has 1 entries, but the step needs 2",
+        ),
+        (
+            replaced(prompt_logprobs=logprobs([0, 1], [9], [0.0])),
+            "prompt_logprobs.offsets has 2 entries, .* needs 1",
+        ),
+        (replaced(**two_tokens([0, 1])), "token_offsets must rise, by 1 or more, from 0 to the 2"),
+        (replaced(**two_tokens([1, 2])), "they begin with 1 and end with 2"),
+        (replaced(**two_tokens([0, 1, 2])), "token_offsets has 3 entries, .* needs 2"),
         (lambda _: "?", "AttributeError: 'str' object has no attribute 'statuses'"),
     ],
 )
@@ -381,6 +477,19 @@ def test_a_failed_rows_token_is_not_looked_at(start):
     last = deltas_of(until_ended(engine, request_id), request_id)[-1]
     assert "failed on this request" in last.error
     assert engine.client.metrics()["failed_steps"] == 0
+
+
+def test_prompt_log_probabilities_that_do_not_come_fail_the_step(start):
+    class Forgetful(ScriptedExecutor):
+        def execute(self, plan):
+            return dataclasses.replace(super().execute(plan), prompt_logprobs=None)
+
+    engine = start(Forgetful())
+    request_id = submit(engine, "abc", 5, prompt_logprobs=1)
+    last = deltas_of(until_ended(engine, request_id), request_id)[-1]
+    assert "prompt_logprobs is None, but the step scores 2 prompt tokens" in last.error
+    until_ended(engine, submit(engine, "abc", 5))
+    assert engine.client.metrics()["failed"] == 1
 
 
 def test_failing_every_step_never_ends_the_engine(start, caplog):

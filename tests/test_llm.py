@@ -307,6 +307,28 @@ def test_room_that_the_queue_did_not_have_is_kept():
         executor.release()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"priority": [1, 2, 3]},
+            "there are 2 prompts but 3 priority; give one for all, or one for",
+        ),
+        ({"priority": [1, "2"]}, "prompt 1: priority is '2'; it must be an integer"),
+        ({"tenant": 3}, "prompt 0: tenant is 3; it must be text of 1 to 128 bytes"),
+        ({"deadline": -1}, "prompt 0: deadline is -1; it must be a number of seconds"),
+    ],
+)
+def test_who_asks_is_checked_before_anything_runs(llm, executor, options, message):
+    for call in (llm.generate, lambda prompts, **rest: llm.chat(CHATS, **rest)):
+        with pytest.raises(InvalidRequestError, match=message):
+            call(["a", "b"], use_tqdm=False, **options)
+    assert not executor.steps
+
+
+CHATS = [[{"role": "user", "content": content}] for content in "ab"]
+
+
 # Refusals: before anything runs, with the numbers, and nothing is left.
 
 
@@ -405,7 +427,10 @@ def test_one_set_of_parameters_for_each(llm):
         ({"max_num_seqs": -1}, "max_num_seqs is -1"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, r"max_num_seqs \(64\) is above"),
         ({"block_size": 8}, "block_size is 8, but the executor's is 16"),
-        ({"executor": object()}, "the executor object has no method launch"),
+        (
+            {"executor": object()},
+            r"executor is <object .*>; it must be a string or have launch\(\)",
+        ),
         ({"executor": "no.such:Thing"}, "'no.such:Thing' cannot be loaded"),
         ({"executor": "chairlift.testing"}, "give module:Class"),
     ],

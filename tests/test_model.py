@@ -47,7 +47,8 @@ def all_logits(executor, ids):
     with torch.inference_mode():
         metadata = backend.prepare(make_plan(sequences, block_size=BLOCK))
         layers = executor._cache.layers
-        return executor._model.forward(torch.tensor(ids), None, layers, backend, metadata)
+        model = executor._model
+        return model.score(model.forward(torch.tensor(ids), None, layers, backend, metadata))
 
 
 def divergences(model, prompt, output):
@@ -173,14 +174,14 @@ def test_a_failed_sample_fails_its_own_sequence(model_directory, prompt_ids, mon
     prefill = make_plan(sequences, block_size=BLOCK)
     run_step(executor, sequences, prefill)
     decode = make_plan(sequences, block_size=BLOCK)
-    forward = executor._model.forward
+    score = executor._model.score
 
     def spoil_second(*arguments):
-        logits = forward(*arguments)
+        logits = score(*arguments)
         logits[1] = torch.nan
         return logits
 
-    monkeypatch.setattr(executor._model, "forward", spoil_second)
+    monkeypatch.setattr(executor._model, "score", spoil_second)
     for plan in (prefill, decode):
         executor.launch(plan)
         assert executor.collect().statuses.tolist() == [STATUS_OK, STATUS_FAILED, STATUS_OK]

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from chairlift.errors import UnsupportedStepError
 from chairlift.executor import RowResets, StepPlan
 from chairlift.testing import ByteTokenizer, PlanError, ScriptedExecutor, check_plan
 
@@ -34,6 +35,19 @@ def resets(*rows):
     )
 
 
+def nothing_more(num_seqs, copies=()):
+    """The arrays of what a step may have beside its sequences and samples: block copies."""
+    return {
+        "adapter_ids": np.full(num_seqs, -1, dtype=np.int32),
+        "mask_rows": i32(),
+        "score_indices": i32(),
+        "score_token_ids": i32(),
+        "score_num_best": i32(),
+        "block_copies": np.array(copies, dtype=np.int32).reshape(-1, 2),
+        "block_copy_locations": np.zeros((len(copies), 2), dtype=np.uint8),
+    }
+
+
 def two_sequences():
     """A decode at position 5 (blocks 3, 1) and a prefill of three tokens (block 2), blocks of 4."""
     return StepPlan(
@@ -52,7 +66,7 @@ def two_sequences():
         logits_indices=i32(0, 3),
         sample_rows=i32(4, 2),
         sample_output_indices=i32(1, 0),
-        block_copies=np.zeros((0, 2), dtype=np.int32),
+        **nothing_more(2),
         resets=resets(),
     )
 
@@ -79,10 +93,30 @@ def test_a_right_plan_passes():
         ("logits_indices", i32(0, 9), "of no token"),
         ("seq_lens", i32(6), "seq_lens"),
         ("sample_output_indices", i32(1), "sample_output_indices"),
+        ("adapter_ids", i32(-1), "adapter_ids"),
+        ("mask_rows", i32(3), "masked but not sampled"),
+        ("score_token_ids", i32(21), "score_token_ids"),
+        ("score_num_best", i32(0), "score_num_best"),
+        ("score_indices", i32(1, 9), "of no token"),
+        ("score_indices", i32(2, 1), "order"),
+        ("score_indices", i32(2, 3), "wrong token"),
+        ("block_copies", i32(0, 2), "block_copy_locations"),
+        ("block_copies", i32([0, 9], [0, 3]), "beyond the pool"),
+        ("block_copies", i32([0, 2], [2, 3]), "depends on another"),
+        ("block_copies", i32([0, 2], [1, 2]), "depends on another"),
     ],
 )
 def test_a_wrong_plan_is_noticed(field, value, complaint):
-    plan = dataclasses.replace(two_sequences(), **{field: value})
+    right = dataclasses.replace(
+        two_sequences(),
+        score_indices=i32(1, 2),
+        score_token_ids=i32(21, 22),
+        score_num_best=i32(0, 3),
+        block_copies=i32([0, 2], [0, 3]),
+        block_copy_locations=np.zeros((2, 2), dtype=np.uint8),
+    )
+    check_plan(right, block_size=4, num_kv_blocks=4)
+    plan = dataclasses.replace(right, **{field: value})
     with pytest.raises(PlanError, match=complaint):
         check_plan(plan, block_size=4, num_kv_blocks=4)
 
@@ -108,7 +142,7 @@ def prefill(tokens, block_ids, row=0):
         logits_indices=i32(count - 1),
         sample_rows=i32(row),
         sample_output_indices=i32(0),
-        block_copies=np.zeros((0, 2), dtype=np.int32),
+        **nothing_more(1),
         resets=resets(row),
     )
 
@@ -131,7 +165,7 @@ def decode(token, position, block_ids, output_index, *, copies=()):
         logits_indices=i32(0),
         sample_rows=i32(0),
         sample_output_indices=i32(output_index),
-        block_copies=np.array(copies, dtype=np.int32).reshape(-1, 2),
+        **nothing_more(1, copies),
         resets=resets(),
     )
 
@@ -179,6 +213,26 @@ def test_block_copies_come_before_the_writes():
     first = int(run(executor, prefill(prompt, [0])).token_ids[0])
     copied = run(executor, decode(first, 3, [6], 1, copies=[(0, 6)]))
     assert int(copied.token_ids[0]) == executor.expected(prompt, 2)[1]
+
+
+def beyond(plan, what):
+    """The plan with something that a plain executor does not do."""
+    changes = {
+        "host": {
+            "block_copies": i32([0, 6], [1, 7]),
+            "block_copy_locations": np.array([[0, 0], [1, 0]], dtype=np.uint8),
+        },
+        "masks": {"mask_rows": plan.sample_rows},
+        "adapters": {"adapter_ids": i32(3)},
+    }
+    return dataclasses.replace(plan, **changes[what])
+
+
+@pytest.mark.parametrize("what", ["host", "masks", "adapters"])
+def test_what_it_cannot_do_is_refused(what):
+    executor = small()
+    with pytest.raises(UnsupportedStepError, match=f"step 1 .*{what}"):
+        run(executor, beyond(prefill(b"abc", [0]), what))
 
 
 def test_what_steps_had_in_them_is_kept():

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, Unpack
@@ -24,6 +25,7 @@ from chairlift.outputs import (
     Delta,
     PositionLogprobs,
     RequestStats,
+    cut_logprobs,
     failure,
     position_logprobs,
     stop_reason,
@@ -58,6 +60,8 @@ class _Inbox:
 
     stop_strings: tuple[str, ...]
     num_answers: int
+    prompt_logprobs: list[PositionLogprobs | None] | None
+    """The stream's own list, if it asked for them."""
     answers: dict[int, _Answer] = field(default_factory=dict)
     """By index, the one with the oldest news first."""
     reader: asyncio.Future[None] | None = None
@@ -82,6 +86,13 @@ class _Inbox:
             error = failure(delta)
             answer.has_failed = error is not None
             self.error = self.error or error
+
+    def put_prompt(
+        self, count: int, candidates: list[int], values: list[float], engine: LocalEngine
+    ) -> None:
+        """Append what was scored of the prompt."""
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += cut_logprobs(count, candidates, values, engine.decode_token)
 
     def end(self, error: ChairliftError | None = None) -> None:
         """No more news will come."""
@@ -117,6 +128,9 @@ class DeltaStream:
         self.request_id = request_id
         self.stats: RequestStats | None = None
         """What the request cost; known when it has ended."""
+        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
+        """One entry per prompt token, the first of them None, if asked for; known when the first
+        delta with a token is there."""
         self.seed: int | None = None
         """Key of the random stream, given or drawn; known when it is submitted."""
         self._engine = engine
@@ -143,7 +157,11 @@ class DeltaStream:
         """
         if self._submission is not None:
             submission, self._submission = self._submission, None
-            self._core_id, self.seed, self._inbox = await self._engine._submit(submission)
+            if submission.params.prompt_logprobs is not None:
+                self.prompt_logprobs = [None]
+            self._core_id, self.seed, self._inbox = await self._engine._submit(
+                submission, self.prompt_logprobs
+            )
         inbox = self._inbox
         if inbox is None:
             raise StopAsyncIteration
@@ -320,7 +338,9 @@ class AsyncEngine:
         """Shut down."""
         await self.shutdown()
 
-    async def _submit(self, submission: _Submission) -> tuple[int, int, _Inbox]:
+    async def _submit(
+        self, submission: _Submission, prompt_logprobs: list[PositionLogprobs | None] | None
+    ) -> tuple[int, int, _Inbox]:
         """Reserve, tokenise, submit; returns the core's id, the seed and where news will be."""
         params, args = submission.params, submission.args
         parsed = parse_prompt(submission.prompt)
@@ -329,7 +349,8 @@ class AsyncEngine:
             tokens = await self._tokenise(parsed)
             request, seed = self._engine.prepare(parsed, tokens, params, args)
             core_id = self._client.submit(request, place)
-        inbox = self._inboxes[core_id] = _Inbox(params.stop_strings, params.n)
+        inbox = _Inbox(params.stop_strings, params.n, prompt_logprobs)
+        self._inboxes[core_id] = inbox
         return core_id, seed, inbox
 
     async def _tokenise(self, prompt: ParsedPrompt) -> list[int]:
@@ -366,10 +387,17 @@ class AsyncEngine:
         batch = self._client.drain()
         if batch is not None:
             inboxes = self._inboxes
+            for request_id, count, candidates, values in batch.prompt_logprobs():
+                inbox = inboxes.get(request_id)
+                if inbox is not None:
+                    with self._telling(request_id, inbox):
+                        inbox.put_prompt(count, candidates, values, self._engine)
             for delta in batch.deltas():
                 inbox = inboxes.get(delta.request_id)
                 if inbox is not None:
-                    self._put(inbox, delta)
+                    with self._telling(delta.request_id, inbox):
+                        inbox.put(delta, self._engine)
+                        inbox.wake()
             for ended in batch.ended():
                 inbox = inboxes.pop(ended.request_id, None)
                 if inbox is not None:
@@ -382,16 +410,15 @@ class AsyncEngine:
             for inbox in left.values():
                 inbox.end(EngineDeadError(reason))
 
-    def _put(self, inbox: _Inbox, delta: _core.Delta) -> None:
+    @contextmanager
+    def _telling(self, request_id: int, inbox: _Inbox) -> Iterator[None]:
         """Leave news in an inbox. What a tokenizer raises there is its request's trouble only."""
         try:
-            inbox.put(delta, self._engine)
+            yield
         except Exception as error:
-            self._abandon(delta.request_id)
+            self._abandon(request_id)
             failed = RequestFailedError(
                 f"the output cannot be told: {type(error).__name__}: {error}"
             )
             failed.__cause__ = error
             inbox.end(failed)
-        else:
-            inbox.wake()

@@ -236,12 +236,19 @@ def _settle(config: DataclassInstance, in_queue: Collection[str] = ()) -> None:
         try:
             kept = _KINDS[kind](value)
         except _KindError as wanted:
-            shown = repr(value)
-            shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-            raise ConfigError(f"{key} is {shown}; it must be {wanted}") from None
+            raise ConfigError(f"{key} is {shown(value)}; it must be {wanted}") from None
         except ConfigError as error:
             raise ConfigError(f"{key}.{error}") from None
         object.__setattr__(config, option.name, kept)
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: never more than 80 characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # of an integer with thousands of digits
+        return "a huge number"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_keys(table: Mapping[str, object], known: Collection[str]) -> None:
@@ -347,7 +354,7 @@ def _named(cls: type[T]) -> Callable[[object], dict[str, T]]:
             try:
                 kept[name] = read_one(entry)
             except _KindError as wanted:
-                raise ConfigError(f"{name} is {entry!r}; it must be {wanted}") from None
+                raise ConfigError(f"{name} is {shown(entry)}; it must be {wanted}") from None
             except ConfigError as error:
                 raise ConfigError(f"{name}.{error}") from None
         return kept

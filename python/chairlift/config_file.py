@@ -24,6 +24,7 @@ from chairlift.config import (
     PolicyConfig,
     PriceConfig,
     check_keys,
+    shown,
 )
 from chairlift.engine_args import (
     ENGINE_KEYS,
@@ -53,7 +54,7 @@ def read_config(path: str | PathLike[str]) -> Config:
             raise ConfigError(f"it cannot be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"it is no UTF-8 text: {error.reason} at {error.start}") from error
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"it is no TOML: {error}") from error
         check_keys(document, ("engine", "queue", *TABLES))
         queue = _table(document, "queue")
@@ -164,7 +165,7 @@ def _args(config: Config, given: Mapping[str, Any]) -> EngineArgs:
 def _table(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     table = document.get(name, {})
     if not isinstance(table, Mapping):
-        raise ConfigError(f"{name} is {table!r}; it must be a table")
+        raise ConfigError(f"{name} is {shown(table)}; it must be a table")
     return table
 
 
@@ -189,7 +190,7 @@ def _value(key: str, value: object, kind: str) -> str:
         return _quoted(value)
     if isinstance(value, (PriceConfig, JoinConfig)):
         return f"{{ {', '.join(_lines(value))} }}"
-    raise ConfigError(f"{key} is {value!r}; it must be text to be written to a file")
+    raise ConfigError(f"{key} is {shown(value)}; it must be text to be written to a file")
 
 
 def _duration(length: float) -> str:

@@ -149,12 +149,14 @@ class LocalEngine:
             InvalidRequestError: a parameter cannot be used.
         """
         longest = self.args.max_logprobs
-        if params.logprobs is not None and params.logprobs > longest:
-            raise InvalidRequestError(
-                f"logprobs is {params.logprobs}, but the engine gives {longest} at most; raise its "
-                "option max_logprobs",
-                code="invalid_parameter",
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, name)
+            if wanted is not None and wanted > longest:
+                raise InvalidRequestError(
+                    f"{name} is {wanted}, but the engine gives {longest} at most; raise its option "
+                    "max_logprobs",
+                    code="invalid_parameter",
+                )
         seed = params.seed
         if seed is None or seed < 0:
             seed = self._seeds.getrandbits(63)

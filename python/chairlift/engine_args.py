@@ -7,7 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, TypedDict
 
 from chairlift import _core
-from chairlift.config import Config, PolicyConfig
+from chairlift.config import Config, PolicyConfig, shown
 from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class EngineOptions(TypedDict, total=False):
     watermark_blocks: int | None
     max_queued_requests: int
     max_queued_tokens: int | None
+    max_in_flight_steps: int
     attention_backend: str
     num_threads: int | None
     max_logprobs: int
@@ -100,12 +101,14 @@ class EngineArgs:
     """Most requests that wait; beyond it a submission is refused."""
     max_queued_tokens: int | None = None
     """Most prompt tokens that wait; None: no bound."""
+    max_in_flight_steps: int = 1
+    """Most steps that the executor has at once; 1 is all that there is today."""
     attention_backend: str = "cpu"
     """``cpu`` (the Rust kernel) or ``reference`` (plain PyTorch)."""
     num_threads: int | None = None
     """Threads of the forward pass; None: PyTorch's own choice."""
     max_logprobs: int = 20
-    """Most candidates per position that a request may ask for."""
+    """Most candidates per position that a request may ask for, of output or prompt."""
     seed: int = 0
     """Where the seeds of requests without one are drawn from."""
 
@@ -130,6 +133,7 @@ class CoreSettings:
     max_queued_tokens: int | None
     policy: PolicyConfig
     vocab_size: int
+    max_in_flight_steps: int
 
 
 def check_args(args: EngineArgs) -> None:
@@ -151,7 +155,11 @@ def check_args(args: EngineArgs) -> None:
             _check_integer(option.name, value, low=int(option.name in _POSITIVE))
         elif not isinstance(value, kind):
             wanted = "True or False" if kind is bool else "a string"
-            raise ConfigError(f"{option.name} is {value!r}; it must be {wanted}")
+            raise ConfigError(f"{option.name} is {shown(value)}; it must be {wanted}")
+    for name, method in (("tokenizer", "token_table"), ("executor", "launch")):
+        value = getattr(args, name)
+        if not (value is None or isinstance(value, str) or hasattr(value, method)):
+            raise ConfigError(f"{name} is {shown(value)}; it must be a string or have {method}()")
     _core.check_settings(
         core_settings(
             args,
@@ -185,6 +193,7 @@ def core_settings(
         max_queued_tokens=args.max_queued_tokens,
         policy=args.config.policy,
         vocab_size=vocab_size,
+        max_in_flight_steps=args.max_in_flight_steps,
     )
     for name in ("max_model_len", "num_kv_blocks", "vocab_size"):
         _check_integer(name, getattr(settings, name), low=0)
@@ -194,4 +203,4 @@ def core_settings(
 def _check_integer(name: str, value: object, *, low: int) -> None:
     high = _LARGEST.get(name, 2**31 - 1)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name} is {value!r}; it must be an integer from {low} to {high}")
+        raise ConfigError(f"{name} is {shown(value)}; it must be an integer from {low} to {high}")

@@ -95,6 +95,12 @@ class RequestFailedError(ChairliftError):
     code = "request_failed"
 
 
+class UnsupportedStepError(ChairliftError):
+    """A step plan asks its executor for something that the executor does not do."""
+
+    code = "unsupported_step"
+
+
 class EngineDeadError(ChairliftError):
     """The engine has ended: it was shut down, or nothing can run steps any more."""
 

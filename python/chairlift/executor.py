@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from chairlift.errors import UnsupportedStepError
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -25,6 +27,12 @@ STATUS_OK = 0
 """The row's step succeeded."""
 STATUS_FAILED = 1
 """The row failed by itself: its request ends with an error, its neighbours go on."""
+NO_ADAPTER = -1
+"""The sequence uses no adapter."""
+LOCATION_DEVICE = 0
+"""The block is in the KV arrays that the forward pass reads."""
+LOCATION_HOST = 1
+"""The block is in memory that the forward pass cannot read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +66,9 @@ class RowResets:
 class StepPlan:
     """One iteration, decided: flat arrays, decodes first, then prefill chunks.
 
-    ``N`` scheduled sequences, ``T`` tokens, ``S`` samples, ``C`` block copies. The arrays are views
-    of memory that the scheduler owns: valid from ``launch`` until ``collect`` returns, read-only.
+    ``N`` scheduled sequences, ``T`` tokens, ``S`` samples, ``P`` scored prompt tokens, ``C`` block
+    copies, ``M`` masks. The arrays are views of memory that the scheduler owns: valid from
+    ``launch`` until ``collect`` returns, read-only.
     """
 
     step: int
@@ -70,6 +79,8 @@ class StepPlan:
     """The rest are prefill chunks; ``N = num_decodes + num_prefills``."""
     rows: Int32Array
     """[N] stable row of each sequence, ``0 <= row < max_num_seqs``."""
+    adapter_ids: Int32Array
+    """[N] adapter of each sequence; :data:`NO_ADAPTER` today."""
     query_start_loc: Int32Array
     """[N + 1] where each sequence's tokens begin in the token arrays."""
     seq_lens: Int32Array
@@ -88,24 +99,35 @@ class StepPlan:
     block_ids: Int32Array
     """[B] the block tables, complete, one after the other."""
     logits_indices: Int32Array
-    """[S] token whose hidden state is scored; children of one request may repeat it."""
+    """[S] token whose logits are sampled; children of one request may repeat it."""
     sample_rows: Int32Array
     """[S] the row that each sample belongs to."""
     sample_output_indices: Int32Array
     """[S] how many output tokens the row's sequence has already: counter of its random stream."""
+    mask_rows: Int32Array
+    """[M] row of each sample whose logits get a mask before it is drawn; empty today."""
+    score_indices: Int32Array
+    """[P] token whose raw logits give the log-probability of the prompt token after it."""
+    score_token_ids: Int32Array
+    """[P] that prompt token; it may be in a later chunk than its index."""
+    score_num_best: Int32Array
+    """[P] how many of the best candidates are told beside it."""
     block_copies: Int32Array
-    """[C, 2] (source, destination) blocks to copy before the forward pass, in this order: a
-    destination may be the source of an earlier copy, never of a later one."""
+    """[C, 2] (source, destination) blocks to copy before the forward pass, in any order: what one
+    copy writes no other reads or writes."""
+    block_copy_locations: UInt8Array
+    """[C, 2] where source and destination are: :data:`LOCATION_DEVICE` or :data:`LOCATION_HOST`;
+    the same block id in another location is another block. All are on the device today."""
     resets: RowResets
 
 
 @dataclass(frozen=True, slots=True)
-class SampleLogprobs:
-    """Log-probabilities of the samples that asked for them, ragged over the ``S`` samples."""
+class RaggedLogprobs:
+    """Log-probabilities of the ``S`` samples that asked for them, or of ``P`` prompt tokens."""
 
     offsets: Int32Array
-    """[S + 1] range of each sample; empty where none were asked, else 1 + k entries: the sampled
-    token first, then the k best in descending order."""
+    """[S + 1] or [P + 1] range of each; empty where none were asked. For each token 1 + k entries:
+    the token itself first, then the k best in descending order."""
     token_ids: Int32Array
     values: Float32Array
 
@@ -115,10 +137,41 @@ class StepResult:
     """What one step produced."""
 
     token_ids: Int32Array
-    """[S] one sampled token for each sample of the plan."""
+    """[S] one sampled token for each sample of the plan; with ``token_offsets`` any number of them,
+    one after the other."""
     statuses: UInt8Array
     """[N] :data:`STATUS_OK` or :data:`STATUS_FAILED` for each scheduled sequence."""
-    logprobs: SampleLogprobs | None = None
+    logprobs: RaggedLogprobs | None = None
+    """Of the samples; None where no sample asked."""
+    prompt_logprobs: RaggedLogprobs | None = None
+    """Of the scored prompt tokens, whatever is there for those of failed sequences; None only where
+    ``P`` is 0."""
+    token_offsets: Int32Array | None = None
+    """[S + 1] range of each sample's tokens, one at least; None is one each. What comes after a
+    token that ends the answer is dropped."""
+
+
+def check_supported(plan: StepPlan) -> None:
+    """Refuse a plan with what an executor of plain models in one memory cannot do.
+
+    Raises:
+        UnsupportedStepError: it copies to or from the host, masks logits, or uses an adapter.
+    """
+    if (plan.block_copy_locations != LOCATION_DEVICE).any():
+        raise UnsupportedStepError(
+            f"step {plan.step} copies blocks to or from the host; this executor keeps all blocks "
+            "on the device"
+        )
+    if len(plan.mask_rows):
+        raise UnsupportedStepError(
+            f"step {plan.step} masks the logits of rows {plan.mask_rows.tolist()}; this executor "
+            "applies no masks"
+        )
+    if (plan.adapter_ids != NO_ADAPTER).any():
+        adapters = np.unique(plan.adapter_ids[plan.adapter_ids != NO_ADAPTER]).tolist()
+        raise UnsupportedStepError(
+            f"step {plan.step} uses adapters {adapters}; this executor has none"
+        )
 
 
 class Executor(Protocol):

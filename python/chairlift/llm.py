@@ -24,6 +24,7 @@ from chairlift.outputs import (
     CompletionOutput,
     RequestOutput,
     RequestStats,
+    cut_logprobs,
     failure,
     position_logprobs,
     stop_reason,
@@ -223,6 +224,8 @@ class LLM:
             for index in range(params.n)
         ]
         output = RequestOutput(str(self._num_requests), prompt.text, tokens, outputs, seed)
+        if params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None]
         self._num_requests += 1
         return _Pending(request, params, output)
 
@@ -321,6 +324,12 @@ class _Call:
 
     def _collect(self, batch: _core.OutputBatch) -> None:
         """Append what a batch says to the results."""
+        for request_id, count, candidates, values in batch.prompt_logprobs():
+            entry = self._live.get(request_id)
+            if entry is not None and entry.output.prompt_logprobs is not None:
+                decode_token = self._engine.decode_token
+                scored = cut_logprobs(count, candidates, values, decode_token)
+                entry.output.prompt_logprobs += scored
         for delta in batch.deltas():
             entry = self._live.get(delta.request_id)
             if entry is None:

@@ -35,13 +35,13 @@ class Logprob:
     logprob: float
     """Natural log-probability under the raw logits."""
     rank: int | None
-    """1 is the best; None for a sampled token that is not among the best that were asked for."""
+    """1 is the best; None for the position's own token if it is not among the best asked for."""
     decoded_token: str
     """Its text, by itself."""
 
 
 PositionLogprobs = dict[int, Logprob]
-"""Candidates for one position by token id: the sampled one first, then the best."""
+"""Candidates for one position by token id: the one that is there first, then the best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +156,8 @@ class RequestOutput:
     seed: int = 0
     """Key of the random stream, given or drawn: the same seed gives the same tokens again."""
     finished: bool = False
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    """One entry per prompt token, the first of them None, if asked for."""
     error: ChairliftError | None = None
     """Why the request failed, or why it never ran."""
     stats: RequestStats | None = None
@@ -191,8 +193,14 @@ def position_logprobs(
     flat = delta.logprobs
     if flat is None:
         return None
-    tokens, values = flat
-    width = len(tokens) // len(delta.token_ids)
+    return cut_logprobs(len(delta.token_ids), *flat, decode_token)
+
+
+def cut_logprobs(
+    count: int, tokens: list[int], values: list[float], decode_token: Callable[[int], str]
+) -> list[PositionLogprobs]:
+    """Cut flat log-probabilities into ``count`` entries: a position's own token, then the best."""
+    width = len(tokens) // count
     entries = []
     for begin in range(0, len(tokens), width):
         best = {
@@ -206,7 +214,7 @@ def position_logprobs(
                 start=1,
             )
         }
-        sampled = tokens[begin]
-        first = best.get(sampled) or Logprob(values[begin], None, decode_token(sampled))
-        entries.append({sampled: first} | best)
+        own = tokens[begin]
+        first = best.get(own) or Logprob(values[begin], None, decode_token(own))
+        entries.append({own: first} | best)
     return entries

@@ -55,6 +55,9 @@ class SamplingParams:
     """Whether end-of-sequence tokens are ordinary ones."""
     logprobs: int | None = None
     """None: no log-probabilities; k: the sampled token's and those of the k best."""
+    prompt_logprobs: int | None = None
+    """None: none of the prompt; k: for each prompt token but the first, its own log-probability and
+    those of the k best. The whole prompt is then computed: the prefix cache is not read."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these tokens. Kept as a dictionary."""
     skip_special_tokens: bool = True
@@ -66,7 +69,7 @@ class SamplingParams:
         """Check types, and give sequences one form."""
         for name in ("n", "min_tokens"):
             _integer(name, getattr(self, name), 0, _INT32_MAX)
-        for name in ("max_tokens", "logprobs"):
+        for name in ("max_tokens", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, _INT32_MAX)
         _integer("top_k", self.top_k, -1, _INT32_MAX)

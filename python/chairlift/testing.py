@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from chairlift.executor import (
+    LOCATION_DEVICE,
     STATUS_FAILED,
     BlockingExecutor,
-    SampleLogprobs,
+    RaggedLogprobs,
     StepPlan,
     StepResult,
+    check_supported,
 )
 from chairlift.tokenizer import TokenTableData
 
@@ -127,10 +129,16 @@ class ScriptedExecutor(BlockingExecutor):
     without one it gets :attr:`default`. A header is text (its bytes) or a tuple of token ids.
     Of the sampling parameters only ``seed`` and ``logprobs`` reach it: it ignores temperature and
     cuts, ``logit_bias``, penalties, and the tokens that ``min_tokens`` suppresses.
+
+    Log-probabilities are made up: a token's own is -0.5, and the k best beside it, -0.5, -1, -1.5
+    and so on, are the token and those that follow it in the vocabulary. So are those of prompt
+    tokens.
     """
 
     scripts: Mapping[str | tuple[int, ...], Script] = field(default_factory=dict)
     default: Script = default_token
+    tokens_per_sample: int = 1
+    """Tokens that every sample returns at once, whether or not the answer ends before the last."""
     step_time: float = 0.0
     """Seconds that a step takes."""
     raise_at_steps: Sequence[int] = ()
@@ -201,6 +209,7 @@ class ScriptedExecutor(BlockingExecutor):
             time.sleep(self.step_time)
         if plan.step in self.raise_at_steps:
             raise self.error
+        check_supported(plan)
         check_plan(plan, block_size=self.block_size, num_kv_blocks=self.num_kv_blocks)
         for source, target in plan.block_copies:
             self._pool[target] = self._pool[source]
@@ -217,17 +226,30 @@ class ScriptedExecutor(BlockingExecutor):
         sequences = np.searchsorted(plan.query_start_loc, plan.logits_indices, side="right") - 1
         for sample_index, sequence in enumerate(sequences):
             row = self._rows[int(plan.sample_rows[sample_index])]
-            sample = Sample(
-                history=self._history(plan, int(sequence), int(plan.logits_indices[sample_index])),
-                output_index=int(plan.sample_output_indices[sample_index]),
-                child=row.child,
-                seed=row.seed,
-            )
-            if self._fails(sample):
-                statuses[sequence] = STATUS_FAILED
-            tokens.append(self._choose(self._script(sample.history), sample))
-            logprobs.append(self._candidates(tokens[-1], row.logprobs))
-        return StepResult(np.array(tokens, dtype=np.int32), statuses, _ragged(logprobs))
+            history = self._history(plan, int(sequence), int(plan.logits_indices[sample_index]))
+            output_index = int(plan.sample_output_indices[sample_index])
+            candidates = []
+            for index in range(output_index, output_index + self.tokens_per_sample):
+                sample = Sample(history, index, row.child, row.seed)
+                if index == output_index and self._fails(sample):
+                    statuses[sequence] = STATUS_FAILED
+                token = self._choose(self._script(history), sample)
+                tokens.append(token)
+                candidates += self._candidates(token, row.logprobs)
+                history = [*history, token]
+            logprobs.append(candidates)
+        scored = [
+            self._candidates(int(token), int(num_best))
+            for token, num_best in zip(plan.score_token_ids, plan.score_num_best, strict=True)
+        ]
+        offsets = np.arange(0, len(tokens) + 1, self.tokens_per_sample, dtype=np.int32)
+        return StepResult(
+            token_ids=np.array(tokens, dtype=np.int32),
+            statuses=statuses,
+            logprobs=_ragged(logprobs),
+            prompt_logprobs=_ragged(scored),
+            token_offsets=None if self.tokens_per_sample == 1 else offsets,
+        )
 
     def _history(self, plan: StepPlan, sequence: int, token: int) -> list[int]:
         """Read a sequence back through its block table, up to and with its query token."""
@@ -261,7 +283,7 @@ class ScriptedExecutor(BlockingExecutor):
         return header is not None and sample.output_index >= self._fail_rows[header]
 
     def _candidates(self, token: int, wanted: int) -> list[tuple[int, float]]:
-        """The sampled token, then as many as were asked for, in steps of -0.5."""
+        """The token, then as many as were asked for, in steps of -0.5."""
         if wanted < 0:
             return []
         best = [((token + rank) % self.vocab_size, -0.5 * (rank + 1)) for rank in range(wanted)]
@@ -284,7 +306,8 @@ def check_plan(plan: StepPlan, *, block_size: int, num_kv_blocks: int) -> None:
         _require(len(getattr(plan, name)) == num_tokens, f"{name} is not [T]")
     for name in ("logits_indices", "sample_output_indices"):
         _require(len(getattr(plan, name)) == num_samples, f"{name} is not [S]")
-    _require(len(plan.seq_lens) == num_seqs, "seq_lens is not [N]")
+    for name in ("seq_lens", "adapter_ids"):
+        _require(len(getattr(plan, name)) == num_seqs, f"{name} is not [N]")
     _require(_covers(plan.query_start_loc, num_seqs, num_tokens), "query_start_loc is not [N + 1]")
     _require(
         _covers(plan.block_table_offsets, num_seqs, len(plan.block_ids)),
@@ -312,6 +335,36 @@ def check_plan(plan: StepPlan, *, block_size: int, num_kv_blocks: int) -> None:
         )
         ends = plan.query_start_loc[1:] - 1
         _require(bool(np.isin(plan.logits_indices, ends).all()), "a sample is not of a last token")
+    _require(
+        bool(np.isin(plan.mask_rows, plan.sample_rows).all()), "a row is masked but not sampled"
+    )
+    _check_scores(plan)
+    _check_copies(plan, num_kv_blocks)
+
+
+def _check_scores(plan: StepPlan) -> None:
+    indices, num_tokens = plan.score_indices, len(plan.token_ids)
+    for name in ("score_token_ids", "score_num_best"):
+        _require(len(getattr(plan, name)) == len(indices), f"{name} is not [P]")
+    _require(bool(((indices >= 0) & (indices < num_tokens)).all()), "a score is of no token")
+    _require(bool((np.diff(indices) > 0).all()), "scores are not in the order of the tokens")
+    # Where the scored token is in the step too, it is the next of its sequence.
+    inside = ~np.isin(indices + 1, plan.query_start_loc)
+    following = plan.token_ids[indices[inside] + 1]
+    _require(
+        bool((plan.score_token_ids[inside] == following).all()), "a score is of the wrong token"
+    )
+
+
+def _check_copies(plan: StepPlan, num_kv_blocks: int) -> None:
+    copies, locations = plan.block_copies, plan.block_copy_locations
+    _require(locations.shape == copies.shape, "block_copy_locations is not [C, 2]")
+    here = copies[locations == LOCATION_DEVICE]
+    _require(bool(((here >= 0) & (here < num_kv_blocks)).all()), "a copy is beyond the pool")
+    places = locations.astype(np.int64) * 2**32 + copies
+    named, counts = np.unique(places, return_counts=True)
+    once = named[counts == 1]
+    _require(bool(np.isin(places[:, 1], once).all()), "a copy depends on another")
 
 
 def _covers(offsets: np.ndarray[Any, Any], parts: int, total: int) -> bool:
@@ -335,13 +388,13 @@ def _longest_header(
     return max(found, key=len, default=None)
 
 
-def _ragged(samples: list[list[tuple[int, float]]]) -> SampleLogprobs | None:
+def _ragged(samples: list[list[tuple[int, float]]]) -> RaggedLogprobs | None:
     entries = list(itertools.chain.from_iterable(samples))
     if not entries:
         return None
     offsets = np.cumsum([0, *map(len, samples)], dtype=np.int32)
     ids = np.array([token for token, _ in entries], dtype=np.int32)
-    return SampleLogprobs(offsets, ids, np.array([value for _, value in entries], dtype=np.float32))
+    return RaggedLogprobs(offsets, ids, np.array([value for _, value in entries], dtype=np.float32))
 
 
 def _summary(plan: StepPlan) -> StepSummary:

@@ -2,6 +2,7 @@
 
 Holds what lives as long as the engine and is not the scheduler's: the weights, the KV blocks, the
 sampler's rows. A step is: copy blocks, reset rows, forward, score the wanted tokens, sample.
+Adapters, masks and blocks on the host are refused.
 """
 
 from __future__ import annotations
@@ -17,11 +18,18 @@ import torch
 
 from chairlift.attention import get_backend
 from chairlift.errors import ModelError
-from chairlift.executor import STATUS_FAILED, STATUS_OK, BlockingExecutor, StepResult
+from chairlift.executor import (
+    STATUS_FAILED,
+    STATUS_OK,
+    BlockingExecutor,
+    StepResult,
+    check_supported,
+)
 from chairlift.kv_cache import KvCache, kv_bytes_per_block, size_kv_pool
 from chairlift.models.config import ModelConfig
 from chairlift.models.llama import LlamaModel
 from chairlift.models.weights import Checkpoint
+from chairlift.prompt_scores import score_prompt
 from chairlift.sampler import Sampler, SamplerOutput
 
 if TYPE_CHECKING:
@@ -108,12 +116,13 @@ class TorchExecutor(BlockingExecutor):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the whole step."""
+        check_supported(plan)
         with torch.inference_mode():
             if len(plan.block_copies):
                 self._cache.copy_blocks(plan.block_copies)
             if len(plan.resets.rows):
                 self._sampler.reset(plan.resets)
-            logits = self._model.forward(
+            hidden = self._model.forward(
                 torch.from_numpy(self._input_ids(plan)),
                 _scored_tokens(plan),
                 self._cache.layers,
@@ -121,12 +130,20 @@ class TorchExecutor(BlockingExecutor):
                 self._backend.prepare(plan),
             )
             statuses = np.full(len(plan.rows), STATUS_OK, dtype=np.uint8)
-            if not len(plan.sample_rows):
-                return StepResult(np.empty(0, dtype=np.int32), statuses)
-            sampled = self._sample(logits, plan)
+            count = len(plan.sample_rows)
+            prompt_logprobs = None
+            if len(plan.score_indices):
+                prompt_logprobs, failed = score_prompt(
+                    plan, hidden[count:], self._model.score, self.model_config.vocab_size
+                )
+                _mark_failed(statuses, plan, plan.score_indices[failed])
+                hidden = hidden[:count]
+            if not count:
+                return StepResult(np.empty(0, dtype=np.int32), statuses, None, prompt_logprobs)
+            sampled = self._sample(self._model.score(hidden), plan)
         self._last_tokens[plan.sample_rows] = sampled.token_ids
-        _mark_failed(statuses, plan, sampled.statuses)
-        return StepResult(sampled.token_ids, statuses, sampled.logprobs)
+        _mark_failed(statuses, plan, plan.logits_indices[sampled.statuses.nonzero()])
+        return StepResult(sampled.token_ids, statuses, sampled.logprobs, prompt_logprobs)
 
     def _sample(self, logits: torch.Tensor, plan: StepPlan) -> SamplerOutput:
         """Sample from ``logits [S, vocab]``; on its own so that tests can look at the margins."""
@@ -184,15 +201,19 @@ def _longest_sequence(config: ModelConfig, wanted: int | None) -> int:
 
 
 def _scored_tokens(plan: StepPlan) -> torch.Tensor | None:
-    """Return the indices of the tokens to score ``[S]``; None where that is all, in order."""
-    if np.array_equal(plan.logits_indices, np.arange(len(plan.token_ids))):
+    """Return the indices of the tokens to score: ``[S]`` to sample from, then ``[P]`` of prompts.
+
+    None stands for all, in order.
+    """
+    indices = plan.logits_indices
+    if len(plan.score_indices):
+        indices = np.concatenate((indices, plan.score_indices))
+    elif np.array_equal(indices, np.arange(len(plan.token_ids))):
         return None
-    return torch.from_numpy(plan.logits_indices.astype(np.int64))
+    return torch.from_numpy(indices.astype(np.int64))
 
 
-def _mark_failed(statuses: UInt8Array, plan: StepPlan, sample_statuses: UInt8Array) -> None:
-    """Mark the sequences whose samples failed."""
-    failed = np.flatnonzero(sample_statuses)
-    if len(failed):
-        tokens = plan.logits_indices[failed]
+def _mark_failed(statuses: UInt8Array, plan: StepPlan, tokens: Int32Array) -> None:
+    """Mark the sequences that these query tokens belong to."""
+    if len(tokens):
         statuses[np.searchsorted(plan.query_start_loc, tokens, side="right") - 1] = STATUS_FAILED

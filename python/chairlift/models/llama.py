@@ -79,18 +79,18 @@ class LlamaModel:
         backend: AttentionBackend,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Run the step's tokens through all layers and score some of them.
+        """Run the step's tokens through all layers; :meth:`score` turns the result into logits.
 
         Args:
             token_ids: ``[T]`` integers.
-            scored: ``[S]`` indices into the tokens; None scores every token, in order.
+            scored: ``[S]`` indices into the tokens; None is every token, in order.
             caches: K and V of each layer.
             backend: runs attention and writes the caches.
             metadata: what ``backend`` prepared for the step.
 
         Returns:
-            Logits ``[S, vocab]`` in the model's dtype. What follows the last attention is computed
-            for the scored tokens only.
+            Normed hidden states ``[S, hidden]``. What follows the last attention is computed for
+            the scored tokens only.
         """
         eps, attend = self._eps, backend.forward
         hidden = functional.embedding(token_ids, self._embedding)  # [T, H]
@@ -102,11 +102,17 @@ class LlamaModel:
             hidden = attend(layer.qkv(hidden), k_cache, v_cache, metadata, layer.attention)
             if index == last and scored is not None:
                 if not len(scored):
-                    return hidden.new_empty((0, self.config.vocab_size))
+                    return hidden.new_empty((0, self.config.hidden_size))
                 hidden, residual = hidden[scored], residual[scored]  # [S, ...]
             hidden, residual = add_rms_norm(layer.output(hidden), residual, layer.post_norm, eps)
             hidden = layer.down(silu_and_mul(layer.gate_up(hidden)))
         hidden, _ = add_rms_norm(hidden, residual, self._final_norm, eps)
+        return hidden
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """Return logits ``[S, vocab]`` in the model's dtype for hidden states ``[S, hidden]``."""
+        if not len(hidden):
+            return hidden.new_empty((0, self.config.vocab_size))
         return self._lm_head(hidden)
 
 

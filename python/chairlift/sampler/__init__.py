@@ -19,7 +19,7 @@ import torch
 from chairlift import _core
 from chairlift.attention.threads import share_openmp_pool
 from chairlift.errors import ChairliftError
-from chairlift.executor import SampleLogprobs
+from chairlift.executor import RaggedLogprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ class SamplerOutput(NamedTuple):
     """[S] sampled tokens; 0 where the status is failed."""
     statuses: UInt8Array
     """[S] 1 (failed) where the logits hold NaN or +infinity, or no finite one; else 0."""
-    logprobs: SampleLogprobs | None
+    logprobs: RaggedLogprobs | None
     """Log-probabilities, if any sample asked for them; no entries for failed samples."""
 
 
@@ -121,7 +121,7 @@ class Sampler:
         logprobs = None
         if found is not None:
             offsets, ids, values = found
-            logprobs = SampleLogprobs(
+            logprobs = RaggedLogprobs(
                 np.array(offsets, np.int32), np.array(ids, np.int32), np.array(values, np.float32)
             )
         return SamplerOutput(token_ids, statuses, logprobs)

@@ -16,6 +16,9 @@ use crate::text::TokenTable;
 /// Most blocks of a pool: a billion tokens in blocks of 16, and books of a few gigabytes.
 pub const MAX_KV_BLOCKS: u32 = 1 << 26;
 
+/// Most steps in flight: a step is planned when the one before it is committed.
+pub const MAX_IN_FLIGHT_STEPS: u32 = 1;
+
 /// What a person may choose. Every count is in the unit of its name.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Settings {
@@ -44,6 +47,9 @@ pub struct Settings {
     pub policy: Policy,
     /// Tokens of the vocabulary; ids at or above it are refused.
     pub vocab_size: u32,
+    /// Most steps that the executor has at once, the one that runs included; only
+    /// [`MAX_IN_FLIGHT_STEPS`] today.
+    pub max_in_flight_steps: u32,
 }
 
 impl Default for Settings {
@@ -61,6 +67,7 @@ impl Default for Settings {
             max_queued_tokens: None,
             policy: Policy::default(),
             vocab_size: 32_000,
+            max_in_flight_steps: 1,
         }
     }
 }
@@ -79,6 +86,7 @@ impl Settings {
             ("num_kv_blocks", self.num_kv_blocks),
             ("max_queued_requests", self.max_queued_requests),
             ("vocab_size", self.vocab_size),
+            ("max_in_flight_steps", self.max_in_flight_steps),
             (
                 "long_prefill_token_threshold",
                 self.long_prefill_token_threshold.unwrap_or(1),
@@ -103,9 +111,18 @@ impl Settings {
                 max_num_batched_tokens: self.max_num_batched_tokens,
             });
         }
-        if self.num_kv_blocks > MAX_KV_BLOCKS {
-            let (key, value, max) = ("num_kv_blocks", self.num_kv_blocks, MAX_KV_BLOCKS);
-            return Err(ConfigError::TooLarge { key, value, max });
+        let bounded = [
+            ("num_kv_blocks", self.num_kv_blocks, MAX_KV_BLOCKS),
+            (
+                "max_in_flight_steps",
+                self.max_in_flight_steps,
+                MAX_IN_FLIGHT_STEPS,
+            ),
+        ];
+        for (key, value, max) in bounded {
+            if value > max {
+                return Err(ConfigError::TooLarge { key, value, max });
+            }
         }
         let pool_tokens = u64::from(self.num_kv_blocks) * u64::from(self.block_size);
         let max_model_len = u64::from(self.max_model_len).min(pool_tokens) as u32;
@@ -221,6 +238,11 @@ impl Limits {
     /// Tokens of the vocabulary.
     pub fn vocab_size(&self) -> u32 {
         self.settings.vocab_size
+    }
+
+    /// Most steps that the executor has at once.
+    pub fn max_in_flight_steps(&self) -> u32 {
+        self.settings.max_in_flight_steps
     }
 
     /// Blocks that hold `tokens` tokens.

@@ -167,11 +167,18 @@ impl Engine {
         if !self.is_in_flight(step) {
             return;
         }
-        for position in 0..self.lane.step.num_sequences() {
-            let key = self.lane.step.sequence(position);
-            let request = self.ledger.sequences[key.0].request;
-            self.ledger
-                .end_request(&mut self.lane, request, Finish::StepFailed, now);
+        // Whoever was to get a copied block in it cannot go on either, even without a token in it.
+        let step = &self.lane.step;
+        let owners = step.copies.iter().map(|&(key, _)| key);
+        let in_step = (0..step.num_sequences()).map(|position| step.sequence(position));
+        let affected: Vec<_> = in_step.chain(owners).collect();
+        for key in affected {
+            // One that has no token in the step leaves at once, with its request's other end.
+            if let Some(sequence) = self.ledger.sequences.get(key.0) {
+                let request = sequence.request;
+                self.ledger
+                    .end_request(&mut self.lane, request, Finish::StepFailed, now);
+            }
         }
         self.land();
     }
@@ -263,7 +270,8 @@ impl Engine {
             .sequences
             .iter()
             .map(|(_, sequence)| &sequence.table);
-        self.lane.pool.audit(tables)?;
+        let copies = self.lane.step.copies.iter().map(|(_, copy)| copy);
+        self.lane.pool.audit(tables, copies)?;
         let running = self.lane.running.len();
         let waiting = self.ledger.queue.len();
         let sequences = self.ledger.sequences.len();

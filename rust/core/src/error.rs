@@ -234,6 +234,42 @@ pub enum SubmitError {
 }
 
 impl SubmitError {
+    /// When the same request may be taken, in microseconds from now: from the prediction that rejected
+    /// it, and a second where a place is all that lacks. `None` if it never will be as it is.
+    pub fn retry_after_us(&self) -> Option<u64> {
+        let least = 1_000_000;
+        match *self {
+            Self::QueueFull { .. }
+            | Self::TokensFull { .. }
+            | Self::ClassFull { .. }
+            | Self::TenantFull { .. } => Some(least),
+            Self::RateExceeded {
+                wait_us,
+                max_queue_time_us,
+                ..
+            } => Some((wait_us - max_queue_time_us).max(least)),
+            Self::TtftUnreachable {
+                predicted_us,
+                target_us,
+                ..
+            } => Some((predicted_us - target_us).max(least)),
+            Self::PromiseUnkeepable {
+                predicted_us,
+                max_queue_time_us,
+                ..
+            } => Some((predicted_us - max_queue_time_us).max(least)),
+            Self::Shedding { retry_after_us, .. } => Some(retry_after_us.max(least)),
+            Self::EmptyPrompt
+            | Self::TokenOutOfRange { .. }
+            | Self::PromptTooLong { .. }
+            | Self::InvalidParameter { .. }
+            | Self::TooManyAnswers { .. }
+            | Self::UnknownClass { .. }
+            | Self::DuplicateRequest { .. }
+            | Self::NoReservation { .. } => None,
+        }
+    }
+
     /// Stable identifier of the kind of error.
     pub fn code(&self) -> &'static str {
         match self {

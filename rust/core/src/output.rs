@@ -35,6 +35,16 @@ pub enum Event {
         /// Prompt tokens found in the prefix cache.
         num_cached_tokens: u32,
     },
+    /// Log-probabilities of prompt tokens, for a request that asked for them: the next of its prompt,
+    /// in order, from the second token on; all are there before the first output.
+    PromptLogprobs {
+        /// The request.
+        request: RequestId,
+        /// Prompt tokens told of, at least one.
+        num_tokens: u32,
+        /// Range of [`OutputBatch::logprobs`], as many entries for each token.
+        logprobs: Range<usize>,
+    },
     /// News of one child.
     Output(Output),
     /// The request ended: its last child did, or it was refused after submission.
@@ -64,7 +74,7 @@ pub struct OutputBatch {
     pub token_ids: Vec<u32>,
     /// Text of all outputs, one byte range each.
     pub text: String,
-    /// For each token with log-probabilities: the sampled token's entry, then the best ones'.
+    /// For each token with log-probabilities: its own entry, then the best ones'.
     pub logprobs: Vec<TokenLogprob>,
 }
 

@@ -63,6 +63,9 @@ pub struct SamplingParams {
     pub logit_bias: Vec<(u32, f32)>,
     /// `None`: no log-probabilities; `Some(k)`: the sampled token's and those of the `k` best.
     pub logprobs: Option<u32>,
+    /// `None`: none of the prompt; `Some(k)`: for every prompt token but the first, its own
+    /// log-probability and those of the `k` best. Such a request does not read the prefix cache.
+    pub prompt_logprobs: Option<u32>,
 }
 
 impl Default for SamplingParams {
@@ -79,6 +82,7 @@ impl Default for SamplingParams {
             seed: 0,
             logit_bias: Vec::new(),
             logprobs: None,
+            prompt_logprobs: None,
         }
     }
 }
@@ -186,6 +190,16 @@ pub struct Request {
     pub live_children: u32,
     /// When things happened.
     pub stats: RequestStats,
+}
+
+impl Request {
+    /// Prompt tokens whose successor's log-probability is asked for, from the start.
+    pub fn num_tokens_to_score(&self) -> u32 {
+        match self.sampling.prompt_logprobs {
+            Some(_) => self.num_prompt_tokens - 1,
+            None => 0,
+        }
+    }
 }
 
 /// When things happened to a request, and what it cost.
@@ -369,9 +383,14 @@ fn check_sampling(sampling: &SamplingParams, limits: &Limits) -> Result<(), Subm
         let allowed = format!("from 1 to max_num_seqs ({})", limits.max_num_seqs());
         return Err(invalid("n", sampling.n, allowed));
     }
-    if let Some(k) = sampling.logprobs.filter(|&k| k > limits.vocab_size()) {
-        let allowed = format!("at most the vocabulary ({})", limits.vocab_size());
-        return Err(invalid("logprobs", k, allowed));
+    for (field, wanted) in [
+        ("logprobs", sampling.logprobs),
+        ("prompt_logprobs", sampling.prompt_logprobs),
+    ] {
+        if let Some(k) = wanted.filter(|&k| k > limits.vocab_size()) {
+            let allowed = format!("at most the vocabulary ({})", limits.vocab_size());
+            return Err(invalid(field, k, allowed));
+        }
     }
     if sampling.logit_bias.len() > MAX_RAGGED_PER_REQUEST {
         let most = format!("at most {MAX_RAGGED_PER_REQUEST} tokens");

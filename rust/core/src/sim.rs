@@ -34,7 +34,7 @@ pub use workload::{SimRequest, Workload};
 use crate::Engine;
 use crate::config::Settings;
 use crate::config::policy::Policy;
-use crate::error::{ConfigError, SubmitError};
+use crate::error::ConfigError;
 use world::World;
 
 /// Requests that [`capacity`] is measured with.
@@ -164,32 +164,4 @@ where
     let makespan = ended.collect::<Option<Vec<u64>>>();
     let makespan_us = makespan.and_then(|ends| ends.into_iter().max());
     Ok(makespan_us.map(|us| burst.requests.len() as f64 / (us.max(1) as f64 / 1e6)))
-}
-
-/// How long a client that was refused waits before it tries again, in microseconds; `None`: the same
-/// request would be refused again.
-fn retry_after_us(error: &SubmitError) -> Option<u64> {
-    match error {
-        SubmitError::Shedding { retry_after_us, .. } => Some(*retry_after_us),
-        SubmitError::RateExceeded {
-            wait_us,
-            max_queue_time_us,
-            ..
-        } => Some(wait_us.saturating_sub(*max_queue_time_us)),
-        SubmitError::TtftUnreachable {
-            predicted_us,
-            target_us,
-            ..
-        } => Some(predicted_us.saturating_sub(*target_us)),
-        SubmitError::PromiseUnkeepable {
-            predicted_us,
-            max_queue_time_us,
-            ..
-        } => Some(predicted_us.saturating_sub(*max_queue_time_us)),
-        SubmitError::QueueFull { .. }
-        | SubmitError::TokensFull { .. }
-        | SubmitError::ClassFull { .. }
-        | SubmitError::TenantFull { .. } => Some(1_000_000),
-        _ => None,
-    }
 }

@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use chairlift_core::output::{Event, Output};
+use chairlift_core::output::{Event, Output, TokenLogprob};
 use chairlift_core::request::{Finish, RequestStats, Time};
 use pyo3::prelude::*;
 use pyo3::types::PyList;
@@ -156,6 +156,26 @@ impl OutputBatch {
             .collect()
     }
 
+    /// What was scored of prompts: request, number of prompt tokens, and candidates with their
+    /// log-probabilities, flat: for each token itself, then the best.
+    fn prompt_logprobs(&self) -> Vec<(u64, u32, Vec<u32>, Vec<f32>)> {
+        let batch = &self.shared.delivery.batch;
+        let events = batch.events.iter();
+        events
+            .filter_map(|event| match event {
+                Event::PromptLogprobs {
+                    request,
+                    num_tokens,
+                    logprobs,
+                } => {
+                    let (tokens, values) = unzipped(&batch.logprobs[logprobs.clone()]);
+                    Some((request.0, *num_tokens, tokens, values))
+                }
+                _ => None,
+            })
+            .collect()
+    }
+
     /// Requests that ended; their deltas are in this batch or an earlier one.
     fn ended(&self) -> Vec<Ended> {
         let events = self.shared.delivery.batch.events.iter();
@@ -281,12 +301,7 @@ impl Delta {
         if entries.is_empty() {
             return None;
         }
-        Some(
-            entries
-                .iter()
-                .map(|entry| (entry.token, entry.logprob))
-                .unzip(),
-        )
+        Some(unzipped(entries))
     }
 }
 
@@ -352,6 +367,13 @@ impl Ended {
     fn num_preemptions(&self) -> u32 {
         self.stats.num_preemptions
     }
+}
+
+fn unzipped(entries: &[TokenLogprob]) -> (Vec<u32>, Vec<f32>) {
+    entries
+        .iter()
+        .map(|entry| (entry.token, entry.logprob))
+        .unzip()
 }
 
 fn seconds(time: Time) -> f64 {

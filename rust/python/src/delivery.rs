@@ -59,7 +59,16 @@ impl Delivery {
                     output.logprobs = shifted(&output.logprobs, logprobs);
                     Event::Output(output)
                 }
-                other => other,
+                Event::PromptLogprobs {
+                    request,
+                    num_tokens,
+                    logprobs: range,
+                } => Event::PromptLogprobs {
+                    request,
+                    num_tokens,
+                    logprobs: shifted(&range, logprobs),
+                },
+                other @ (Event::Scheduled { .. } | Event::Ended { .. }) => other,
             }));
         into.token_ids.append(&mut other.batch.token_ids);
         into.text.push_str(&other.batch.text);

@@ -28,9 +28,6 @@ use crate::plan_memory::plan_sets;
 use crate::policy::read_policy;
 use crate::scheduler_thread::{self, SchedulerEnd};
 
-/// Plan sets: the one in flight, and one that the executor may still look at or that is being written.
-const RING: usize = 2;
-
 /// The attributes of the settings object, but for its policy; the names are the core's.
 #[derive(FromPyObject)]
 struct SettingsView {
@@ -45,6 +42,7 @@ struct SettingsView {
     max_queued_requests: u32,
     max_queued_tokens: Option<u64>,
     vocab_size: u32,
+    max_in_flight_steps: u32,
 }
 
 /// Reads an object with the attributes of `chairlift.engine_args.CoreSettings`.
@@ -64,6 +62,7 @@ pub fn read_settings(settings: &Bound<'_, PyAny>) -> PyResult<Settings> {
         max_queued_tokens: view.max_queued_tokens,
         policy,
         vocab_size: view.vocab_size,
+        max_in_flight_steps: view.max_in_flight_steps,
     })
 }
 
@@ -102,7 +101,9 @@ impl EngineCore {
         let outbox = Arc::new(Outbox::new()?);
         let (commands, received) = channel();
         let (to_executor, steps) = channel();
-        let ring = plan_sets(&limits, RING).into_iter().map(|lease| Step {
+        // Those in flight, and one that the executor may still look at or that is being written.
+        let num_sets = limits.max_in_flight_steps() as usize + 1;
+        let ring = plan_sets(&limits, num_sets).into_iter().map(|lease| Step {
             lease,
             results: StepResults::default(),
         });
@@ -117,7 +118,7 @@ impl EngineCore {
         let executor_end = ExecutorEnd {
             steps,
             commands: commands.clone(),
-            num_sets: RING,
+            num_sets,
             vocab_size: limits.vocab_size(),
         };
         let scheduler = py.detach(|| start_scheduler(settings, vocabulary, end))?;
@@ -203,6 +204,7 @@ impl EngineCore {
             ("watermark_blocks", limits.watermark_blocks()),
             ("max_queued_requests", limits.max_queued_requests()),
             ("vocab_size", limits.vocab_size()),
+            ("max_in_flight_steps", limits.max_in_flight_steps()),
         ];
         for (name, value) in entries {
             dict.set_item(name, value)?;

@@ -78,6 +78,7 @@ fn zeroed_plan(limits: &Limits) -> StepPlan {
     }
     let mut plan = StepPlan::new(limits);
     touch(&mut plan.rows, 0);
+    touch(&mut plan.adapter_ids, 0);
     touch(&mut plan.query_start_loc, 0);
     touch(&mut plan.seq_lens, 0);
     touch(&mut plan.token_ids, 0);
@@ -89,7 +90,12 @@ fn zeroed_plan(limits: &Limits) -> StepPlan {
     touch(&mut plan.logits_indices, 0);
     touch(&mut plan.sample_rows, 0);
     touch(&mut plan.sample_output_indices, 0);
+    touch(&mut plan.mask_rows, 0);
+    touch(&mut plan.score_indices, 0);
+    touch(&mut plan.score_token_ids, 0);
+    touch(&mut plan.score_num_best, 0);
     touch(&mut plan.block_copies, [0; 2]);
+    touch(&mut plan.block_copy_locations, [0; 2]);
     plan
 }
 

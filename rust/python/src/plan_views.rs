@@ -16,6 +16,7 @@ use crate::record::Record;
 const I32: Kind = ("int32", 1);
 const I64: Kind = ("int64", 1);
 const U8: Kind = ("uint8", 1);
+const U8_PAIRS: Kind = ("uint8", 2);
 const F32: Kind = ("float32", 1);
 const I32_PAIRS: Kind = ("int32", 2);
 const F32_SIXES: Kind = ("float32", 6);
@@ -66,6 +67,7 @@ impl<'py> View<'py> {
 /// The views of one plan set.
 struct SetViews<'py> {
     rows: View<'py>,
+    adapter_ids: View<'py>,
     query_start_loc: View<'py>,
     seq_lens: View<'py>,
     token_ids: View<'py>,
@@ -77,7 +79,12 @@ struct SetViews<'py> {
     logits_indices: View<'py>,
     sample_rows: View<'py>,
     sample_output_indices: View<'py>,
+    mask_rows: View<'py>,
+    score_indices: View<'py>,
+    score_token_ids: View<'py>,
+    score_num_best: View<'py>,
     block_copies: View<'py>,
+    block_copy_locations: View<'py>,
 }
 
 impl<'py> SetViews<'py> {
@@ -85,6 +92,7 @@ impl<'py> SetViews<'py> {
         let plan = lease.plan();
         Ok(Self {
             rows: View::new(py, lease, &plan.rows, I32)?,
+            adapter_ids: View::new(py, lease, &plan.adapter_ids, I32)?,
             query_start_loc: View::new(py, lease, &plan.query_start_loc, I32)?,
             seq_lens: View::new(py, lease, &plan.seq_lens, I32)?,
             token_ids: View::new(py, lease, &plan.token_ids, I32)?,
@@ -96,7 +104,12 @@ impl<'py> SetViews<'py> {
             logits_indices: View::new(py, lease, &plan.logits_indices, I32)?,
             sample_rows: View::new(py, lease, &plan.sample_rows, I32)?,
             sample_output_indices: View::new(py, lease, &plan.sample_output_indices, I32)?,
+            mask_rows: View::new(py, lease, &plan.mask_rows, I32)?,
+            score_indices: View::new(py, lease, &plan.score_indices, I32)?,
+            score_token_ids: View::new(py, lease, &plan.score_token_ids, I32)?,
+            score_num_best: View::new(py, lease, &plan.score_num_best, I32)?,
             block_copies: View::new(py, lease, &plan.block_copies, I32_PAIRS)?,
+            block_copy_locations: View::new(py, lease, &plan.block_copy_locations, U8_PAIRS)?,
         })
     }
 
@@ -114,6 +127,7 @@ impl<'py> SetViews<'py> {
             plan.num_decodes.into_pyobject(py)?.into_any(),
             num_prefills.into_pyobject(py)?.into_any(),
             self.rows.of(&plan.rows)?,
+            self.adapter_ids.of(&plan.adapter_ids)?,
             self.query_start_loc.of(&plan.query_start_loc)?,
             self.seq_lens.of(&plan.seq_lens)?,
             self.token_ids.of(&plan.token_ids)?,
@@ -125,7 +139,12 @@ impl<'py> SetViews<'py> {
             self.logits_indices.of(&plan.logits_indices)?,
             self.sample_rows.of(&plan.sample_rows)?,
             self.sample_output_indices.of(&plan.sample_output_indices)?,
+            self.mask_rows.of(&plan.mask_rows)?,
+            self.score_indices.of(&plan.score_indices)?,
+            self.score_token_ids.of(&plan.score_token_ids)?,
+            self.score_num_best.of(&plan.score_num_best)?,
             self.block_copies.of(&plan.block_copies)?,
+            self.block_copy_locations.of(&plan.block_copy_locations)?,
             resets,
         ])
     }

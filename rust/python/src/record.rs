@@ -1,7 +1,8 @@
 //! Makes instances of a frozen, slotted dataclass without running its `__init__`.
 //!
 //! The generated `__init__` of a frozen dataclass calls `object.__setattr__` by name for every field,
-//! which for `StepPlan`'s 17 costs over 4 us of an iteration. The same calls from here cost a quarter.
+//! which costs `StepPlan`, with its two dozen fields, microseconds of every iteration. The same calls
+//! from here cost a quarter.
 //! A class that does anything else on its way (`__post_init__`) is refused.
 
 use pyo3::exceptions::PyTypeError;

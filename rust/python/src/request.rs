@@ -30,6 +30,7 @@ struct ParamsView {
     ignore_eos: bool,
     skip_special_tokens: bool,
     logprobs: Option<u32>,
+    prompt_logprobs: Option<u32>,
     logit_bias: BTreeMap<u32, f32>,
 }
 
@@ -124,6 +125,7 @@ impl Request {
                     seed,
                     logit_bias: params.logit_bias.into_iter().collect(),
                     logprobs: params.logprobs,
+                    prompt_logprobs: params.prompt_logprobs,
                 },
                 stop: StopParams {
                     max_tokens: params.max_tokens,

@@ -30,7 +30,6 @@ impl ResultReader {
         out: &mut StepResults,
     ) -> PyResult<()> {
         let py = result.py();
-        let samples = plan.num_samples();
         let statuses = result.getattr(pyo3::intern!(py, "statuses"))?;
         copy_into(
             &statuses,
@@ -40,90 +39,151 @@ impl ResultReader {
             &mut out.statuses,
         )?;
 
-        let tokens = result.getattr(pyo3::intern!(py, "token_ids"))?;
-        copy_into(
-            &tokens,
-            "token_ids",
-            "int32",
-            Some(samples),
-            &mut self.tokens,
-        )?;
-        out.token_ids.clear();
-        for (sample, &token) in self.tokens.iter().enumerate() {
-            out.token_ids.push(match in_vocabulary(token, vocab_size) {
-                Some(id) => id,
-                None if status_of(plan, sample, &out.statuses)? != STATUS_OK => 0, // never read
-                None => return Err(outside("token_ids", token, vocab_size)),
-            });
-        }
-        out.token_offsets.clear();
-        out.token_offsets.extend(0..=samples as u32);
-
-        out.logprob_offsets.clear();
-        out.logprobs.clear();
+        self.read_tokens(result, plan, vocab_size, out)?;
+        let asked = Asked {
+            names: &SAMPLES,
+            parts: plan.num_samples(),
+            vocab_size,
+        };
+        let into = (&mut out.logprob_offsets, &mut out.logprobs);
         let logprobs = result.getattr(pyo3::intern!(py, "logprobs"))?;
-        if !logprobs.is_none() {
-            self.read_logprobs(&logprobs, samples, vocab_size, out)?;
+        self.read_logprobs(&logprobs, &asked, into)?;
+        let asked = Asked {
+            names: &PROMPT,
+            parts: plan.num_scores(),
+            vocab_size,
+        };
+        let into = (&mut out.prompt_logprob_offsets, &mut out.prompt_logprobs);
+        let logprobs = result.getattr(pyo3::intern!(py, "prompt_logprobs"))?;
+        if logprobs.is_none() && asked.parts > 0 {
+            return Err(PyValueError::new_err(format!(
+                "StepResult.prompt_logprobs is None, but the step scores {} prompt tokens",
+                asked.parts
+            )));
         }
-        Ok(())
+        self.read_logprobs(&logprobs, &asked, into)
     }
 
-    fn read_logprobs(
+    fn read_tokens(
         &mut self,
-        logprobs: &Bound<'_, PyAny>,
-        samples: usize,
+        result: &Bound<'_, PyAny>,
+        plan: &StepPlan,
         vocab_size: u32,
         out: &mut StepResults,
     ) -> PyResult<()> {
-        let offsets = logprobs.getattr("offsets")?;
-        copy_into(
-            &offsets,
-            "logprobs.offsets",
-            "int32",
-            Some(samples + 1),
-            &mut self.offsets,
-        )?;
-        let ids = logprobs.getattr("token_ids")?;
-        copy_into(
-            &ids,
-            "logprobs.token_ids",
-            "int32",
-            None,
-            &mut self.logprob_tokens,
-        )?;
-        let entries = self.logprob_tokens.len();
-        let values = logprobs.getattr("values")?;
-        copy_into(
-            &values,
-            "logprobs.values",
-            "float32",
-            Some(entries),
-            &mut self.logprob_values,
-        )?;
-
-        let rising = self.offsets.windows(2).all(|pair| pair[0] <= pair[1]);
-        let (first, last) = (self.offsets[0], self.offsets[samples]);
-        if !rising || first != 0 || usize::try_from(last) != Ok(entries) {
-            return Err(PyValueError::new_err(format!(
-                "StepResult.logprobs.offsets must rise from 0 to the {entries} entries; \
-                 they begin with {first} and end with {last}"
-            )));
+        let py = result.py();
+        let samples = plan.num_samples();
+        let tokens = result.getattr(pyo3::intern!(py, "token_ids"))?;
+        let offsets = result.getattr(pyo3::intern!(py, "token_offsets"))?;
+        let (name, dtype) = ("token_ids", "int32");
+        out.token_offsets.clear();
+        if offsets.is_none() {
+            copy_into(&tokens, name, dtype, Some(samples), &mut self.tokens)?;
+            out.token_offsets.extend(0..=samples as u32);
+        } else {
+            copy_into(&tokens, name, dtype, None, &mut self.tokens)?;
+            let (name, parts) = ("token_offsets", samples);
+            let (entries, offsets_of) = (self.tokens.len(), &mut self.offsets);
+            copy_into(&offsets, name, dtype, Some(parts + 1), offsets_of)?;
+            check_offsets(name, &self.offsets, entries, 1)?;
+            out.token_offsets
+                .extend(self.offsets.iter().map(|&offset| offset as u32));
         }
-        let mut tokens = self.logprob_tokens.iter();
-        if let Some(token) = tokens.find(|&&token| in_vocabulary(token, vocab_size).is_none()) {
-            return Err(outside("logprobs.token_ids", *token, vocab_size));
+        out.token_ids.clear();
+        for (index, &token) in self.tokens.iter().enumerate() {
+            let id = in_vocabulary(token, vocab_size);
+            if id.is_none() {
+                let sample = out.token_offsets[1..].partition_point(|&end| end as usize <= index);
+                if status_of(plan, sample, &out.statuses)? == STATUS_OK {
+                    return Err(outside("token_ids", token, vocab_size));
+                }
+            }
+            out.token_ids.push(id.unwrap_or(0)); // of a failed row: never read
         }
-        out.logprob_offsets
-            .extend(self.offsets.iter().map(|&offset| offset as u32));
-        out.logprobs
-            .extend(self.logprob_tokens.iter().zip(&self.logprob_values).map(
-                |(&token, &logprob)| TokenLogprob {
-                    token: token as u32,
-                    logprob,
-                },
-            ));
         Ok(())
     }
+
+    /// Reads a `RaggedLogprobs`; `None` leaves both vectors empty.
+    fn read_logprobs(
+        &mut self,
+        logprobs: &Bound<'_, PyAny>,
+        asked: &Asked,
+        (out_offsets, out): (&mut Vec<u32>, &mut Vec<TokenLogprob>),
+    ) -> PyResult<()> {
+        out_offsets.clear();
+        out.clear();
+        if logprobs.is_none() {
+            return Ok(());
+        }
+        let Names {
+            offsets,
+            ids,
+            values,
+        } = asked.names;
+        let expected = Some(asked.parts + 1);
+        let array = logprobs.getattr("offsets")?;
+        copy_into(&array, offsets, "int32", expected, &mut self.offsets)?;
+        let array = logprobs.getattr("token_ids")?;
+        copy_into(&array, ids, "int32", None, &mut self.logprob_tokens)?;
+        let entries = self.logprob_tokens.len();
+        let array = logprobs.getattr("values")?;
+        let into = &mut self.logprob_values;
+        copy_into(&array, values, "float32", Some(entries), into)?;
+        check_offsets(offsets, &self.offsets, entries, 0)?;
+        let known = |token: i32| in_vocabulary(token, asked.vocab_size).is_some();
+        if let Some(&token) = self.logprob_tokens.iter().find(|&&token| !known(token)) {
+            return Err(outside(ids, token, asked.vocab_size));
+        }
+        out_offsets.extend(self.offsets.iter().map(|&offset| offset as u32));
+        let pairs = self.logprob_tokens.iter().zip(&self.logprob_values);
+        out.extend(pairs.map(|(&token, &logprob)| TokenLogprob {
+            token: token as u32,
+            logprob,
+        }));
+        Ok(())
+    }
+}
+
+/// Names of the three arrays of a `RaggedLogprobs`, for messages.
+struct Names {
+    offsets: &'static str,
+    ids: &'static str,
+    values: &'static str,
+}
+
+const SAMPLES: Names = Names {
+    offsets: "logprobs.offsets",
+    ids: "logprobs.token_ids",
+    values: "logprobs.values",
+};
+
+const PROMPT: Names = Names {
+    offsets: "prompt_logprobs.offsets",
+    ids: "prompt_logprobs.token_ids",
+    values: "prompt_logprobs.values",
+};
+
+/// A `RaggedLogprobs` that a step asks for.
+struct Asked {
+    names: &'static Names,
+    parts: usize,
+    vocab_size: u32,
+}
+
+/// Checks that offsets cut so many entries into parts of `least` entries or more.
+fn check_offsets(name: &str, offsets: &[i32], entries: usize, least: i32) -> PyResult<()> {
+    let (first, last) = (offsets[0], offsets[offsets.len() - 1]);
+    let rising = offsets
+        .windows(2)
+        .all(|pair| i64::from(pair[0]) + i64::from(least) <= i64::from(pair[1]));
+    if rising && first == 0 && usize::try_from(last) == Ok(entries) {
+        return Ok(());
+    }
+    let by = if least == 0 { "" } else { ", by 1 or more," };
+    Err(PyValueError::new_err(format!(
+        "StepResult.{name} must rise{by} from 0 to the {entries} entries; they begin with {first} \
+         and end with {last}"
+    )))
 }
 
 /// Copies a one-dimensional array of `T` with `len` entries (any number where `None`).

@@ -1,7 +1,7 @@
 //! Commit: applies the results of a step.
 //!
 //! For each sequence of the step, in the order of its plan: count its tokens as computed, make full
-//! blocks findable, append what was sampled, add to its text, and see whether it ends. Who ended
+//! blocks findable, tell what was scored of the prompt, append what was sampled, add to its text, and see whether it ends. Who ended
 //! leaves at once; memory and rows serve the next iteration. Results that do not fit the step are
 //! refused before anything is changed.
 //!
@@ -26,7 +26,8 @@ pub const STATUS_OK: u8 = 0;
 /// Status of a row that failed by itself.
 pub const STATUS_FAILED: u8 = 1;
 
-/// What the executor returns for a step of `N` sequences and `S` samples, in the plan's order.
+/// What the executor returns for a step of `N` sequences, `S` samples and `P` scored prompt tokens, in
+/// the plan's order.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepResults {
     /// `[S + 1]` range of each sample's tokens; at least one token each.
@@ -37,8 +38,13 @@ pub struct StepResults {
     pub statuses: Vec<u8>,
     /// `[S + 1]` range of each sample's log-probabilities, or empty: none.
     pub logprob_offsets: Vec<u32>,
-    /// The sampled token's, then those of the best, for each sample that asked.
+    /// The sampled token's, then those of the best, for each token of each sample that asked: as many
+    /// for every token of a sample.
     pub logprobs: Vec<TokenLogprob>,
+    /// `[P + 1]` range of each scored prompt token's log-probabilities; empty will do where `P` is 0.
+    pub prompt_logprob_offsets: Vec<u32>,
+    /// The prompt token's, then those of the best; those of failed rows are not read.
+    pub prompt_logprobs: Vec<TokenLogprob>,
 }
 
 /// One step's results being applied.
@@ -55,13 +61,15 @@ impl Commit<'_> {
     pub(crate) fn run(mut self) -> Result<(), CommitError> {
         self.check()?;
         let token_ns = self.measure();
-        let mut sample = 0;
+        let (mut sample, mut score) = (0, 0);
         let mut ended = false;
         for position in 0..self.lane.step.num_sequences() {
             let key = self.lane.step.sequence(position);
             let sequence = &mut self.ledger.sequences[key.0];
             let samples = sample..sample + sequence.num_samples();
             sample = samples.end;
+            let scores = score..score + sequence.scores().len();
+            score = scores.end;
             if sequence.ended {
                 ended = true;
             } else if self.results.statuses[position] != STATUS_OK {
@@ -73,6 +81,7 @@ impl Commit<'_> {
                 sequence.advance(self.limits.block_size(), self.limits.prefix_caching());
                 let end = sequence.num_computed_tokens;
                 self.ledger.charge_computed(key, end, token_ns);
+                self.tell_scores(key, scores);
                 ended |= self.append_samples(key, samples);
             }
         }
@@ -101,61 +110,84 @@ impl Commit<'_> {
         let results = self.results;
         let step = &self.lane.step;
         let num_samples = step.num_samples;
-        let length = |array, got, expected| {
-            if got == expected {
-                Ok(())
-            } else {
-                Err(CommitError::WrongLength {
-                    array,
-                    got,
-                    expected,
-                })
-            }
-        };
-        length("statuses", results.statuses.len(), step.num_sequences())?;
-        length(
+        check_length("statuses", results.statuses.len(), step.num_sequences())?;
+        let (tokens, logprobs) = (results.token_ids.len(), results.logprobs.len());
+        check_length(
             "token_offsets",
             results.token_offsets.len(),
             num_samples + 1,
         )?;
-        check_offsets(
-            "token_ids",
-            &results.token_offsets,
-            results.token_ids.len(),
-            1,
-        )?;
-        if !results.logprob_offsets.is_empty() {
-            length(
-                "logprob_offsets",
-                results.logprob_offsets.len(),
-                num_samples + 1,
-            )?;
-            check_offsets(
-                "logprobs",
-                &results.logprob_offsets,
-                results.logprobs.len(),
-                0,
-            )?;
+        check_offsets("token_ids", &results.token_offsets, tokens, 1)?;
+        let offsets = &results.logprob_offsets;
+        if !offsets.is_empty() {
+            check_length("logprob_offsets", offsets.len(), num_samples + 1)?;
+            check_offsets("logprobs", offsets, logprobs, 0)?;
         }
+        let (offsets, logprobs) = (
+            &results.prompt_logprob_offsets,
+            results.prompt_logprobs.len(),
+        );
+        if step.num_scores > 0 || !offsets.is_empty() {
+            check_length("prompt_logprob_offsets", offsets.len(), step.num_scores + 1)?;
+            check_offsets("prompt_logprobs", offsets, logprobs, 0)?;
+        }
+        self.check_rows()
+    }
+
+    /// Refuses what a row must not return; only a failed one may return anything.
+    fn check_rows(&self) -> Result<(), CommitError> {
+        let results = self.results;
         let vocab_size = self.limits.vocab_size();
-        if results.token_ids.iter().all(|&token| token < vocab_size) {
+        let tokens_are_known = results.token_ids.iter().all(|&token| token < vocab_size);
+        if tokens_are_known && results.logprobs.is_empty() && self.lane.step.num_scores == 0 {
             return Ok(());
         }
-        // Only a failed row may have returned anything.
-        let sequences =
-            (0..step.num_sequences()).map(|at| &self.ledger.sequences[step.sequence(at).0]);
-        let mut sample = 0;
-        for (sequence, &status) in sequences.zip(&results.statuses) {
+        let (mut sample, mut score) = (0, 0);
+        for (position, &status) in results.statuses.iter().enumerate() {
+            let sequence = &self.ledger.sequences[self.lane.step.sequence(position).0];
             let samples = sample..sample + sequence.num_samples();
             sample = samples.end;
-            for token in samples.flat_map(|sample| &results.token_ids[results.tokens(sample)]) {
-                if status == STATUS_OK && *token >= vocab_size {
-                    let token = *token;
+            let scores = score..score + sequence.scores().len();
+            score = scores.end;
+            if status != STATUS_OK {
+                continue;
+            }
+            for sample in samples {
+                let tokens = &results.token_ids[results.tokens(sample)];
+                if let Some(&token) = tokens.iter().find(|&&token| token >= vocab_size) {
                     return Err(CommitError::TokenOutOfRange { token, vocab_size });
                 }
+                let got = results.logprobs_of(sample).len();
+                let expected = got.next_multiple_of(tokens.len());
+                check_length("logprobs", got, expected)?;
+            }
+            let request = &self.ledger.requests[sequence.request.0].request;
+            let expected = 1 + request.sampling.prompt_logprobs.unwrap_or(0) as usize;
+            for score in scores {
+                let got = results.prompt_logprobs_of(score..score + 1).len();
+                check_length("prompt_logprobs of a token", got, expected)?;
             }
         }
         Ok(())
+    }
+
+    /// Tells the client what the step scored of its prompt.
+    fn tell_scores(&mut self, key: SequenceKey, scores: Range<usize>) {
+        if scores.is_empty() {
+            return;
+        }
+        let request = self.ledger.sequences[key.0].request.0;
+        let outputs = &mut self.ledger.outputs;
+        let begin = outputs.logprobs.len();
+        let num_tokens = scores.len() as u32;
+        outputs.logprobs.extend_from_slice(
+            &self.results.prompt_logprobs[self.results.prompt_logprobs_of(scores)],
+        );
+        outputs.events.push(Event::PromptLogprobs {
+            request: self.ledger.requests[request].request.id,
+            num_tokens,
+            logprobs: begin..outputs.logprobs.len(),
+        });
     }
 
     /// Appends the first sample to the sequence and the others to siblings that are born by it.
@@ -219,9 +251,14 @@ impl Commit<'_> {
         let num_tokens = outputs.token_ids.len() - tokens;
         let stays = leaves_together(self.ledger.rules.policy().join);
         let logprobs = outputs.logprobs.len();
-        outputs
-            .logprobs
-            .extend_from_slice(&self.results.logprobs[self.results.logprobs_of(sample)]);
+        let told = &self.results.logprobs[self.results.logprobs_of(sample)];
+        if !told.is_empty() {
+            // What came after the token that ended it is dropped with its log-probabilities.
+            let per_token = told.len() / self.results.tokens(sample).len();
+            outputs
+                .logprobs
+                .extend_from_slice(&told[..num_tokens * per_token]);
+        }
         entry.request.stats.num_output_tokens += num_tokens as u32;
         entry.request.stats.first_token.get_or_insert(self.now);
         self.ledger.counters.output_tokens += num_tokens as u64;
@@ -262,6 +299,23 @@ impl StepResults {
             _ => 0..0,
         }
     }
+
+    /// Range of `prompt_logprobs` of a range of scored prompt tokens, which is not empty.
+    fn prompt_logprobs_of(&self, scores: Range<usize>) -> Range<usize> {
+        let [begin, end] = [scores.start, scores.end].map(|at| self.prompt_logprob_offsets[at]);
+        begin as usize..end as usize
+    }
+}
+
+fn check_length(array: &'static str, got: usize, expected: usize) -> Result<(), CommitError> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(CommitError::WrongLength {
+        array,
+        got,
+        expected,
+    })
 }
 
 fn check_offsets(
@@ -274,15 +328,14 @@ fn check_offsets(
     let rising =
         offsets.first() == Some(&0) && offsets.windows(2).all(|pair| pair[0] + least <= pair[1]);
     if rising && last == got {
-        Ok(())
-    } else {
-        let expected = last.max(offsets.len() - 1);
-        Err(CommitError::WrongLength {
-            array,
-            got,
-            expected,
-        })
+        return Ok(());
     }
+    let expected = last.max(offsets.len() - 1);
+    Err(CommitError::WrongLength {
+        array,
+        got,
+        expected,
+    })
 }
 
 /// Appends a token to ids and text; how that ended the sequence, if it did.

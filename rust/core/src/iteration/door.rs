@@ -468,6 +468,7 @@ impl Ledger {
             level,
             leaf: entry.leaf,
             prompt,
+            num_tokens_to_score: request.num_tokens_to_score(),
             n: request.sampling.n,
             table: lane.pool.table(),
             root,
@@ -476,7 +477,7 @@ impl Ledger {
         })))
     }
 
-    /// How long the overload is predicted to last, in microseconds; at least a second.
+    /// How long the overload is predicted to last, in microseconds.
     fn overload_us(&self, lane: &Lane, limits: &Limits) -> u64 {
         let below = self
             .rules
@@ -484,7 +485,7 @@ impl Ledger {
             .shedding
             .map_or(0, |shedding| shedding.below_us);
         let drain = self.forecast.drain_us(self.queue.work(), lane.room(limits));
-        drain.saturating_sub(below).max(1_000_000)
+        drain.saturating_sub(below)
     }
 
     /// Begins and ends overload, with hysteresis; sheds what may be shed, until it is over.

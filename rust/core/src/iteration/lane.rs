@@ -32,12 +32,13 @@ pub(crate) struct Step {
     pub(crate) prefill_is_short: bool,
     /// Samples that its plan asks for.
     pub(crate) num_samples: usize,
+    /// Prompt tokens that it scores.
+    pub(crate) num_scores: usize,
     /// One query token each: decodes, and prefill chunks of one token.
     pub(crate) decodes: Vec<SequenceKey>,
     /// Prefill chunks of more than one token.
     pub(crate) chunks: Vec<SequenceKey>,
-    /// Copies on write, and for whom. They run in this order and before anything is written, so a
-    /// source that is let go of in the same step is still read in time.
+    /// Copies on write, and for whom; held until the step is over.
     pub(crate) copies: Vec<(SequenceKey, BlockCopy)>,
 }
 
@@ -54,6 +55,7 @@ impl Lane {
                 num_tokens: 0,
                 prefill_is_short: false,
                 num_samples: 0,
+                num_scores: 0,
                 decodes: Vec::with_capacity(seqs),
                 chunks: Vec::with_capacity(seqs),
                 copies: Vec::with_capacity(seqs),

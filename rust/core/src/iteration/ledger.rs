@@ -176,7 +176,7 @@ impl Ledger {
         let tenant = self.tenants.get_mut(entry.tenant);
         tenant.waiting_tokens -= waiting.rate_tokens;
         if waiting.fresh.standing == Standing::Parked {
-            tenant.parked.retain(|&id| id != entry.request.id);
+            tenant.parked.retain(|&(id, _)| id != entry.request.id);
         }
         if let Some(timer) = waiting.timer {
             self.timers.remove(&(timer, entry.request.id));

@@ -16,7 +16,11 @@ pub const SOURCE_ID: u8 = 0;
 /// Where an input token comes from: the row's last sampled token, still on the device.
 pub const SOURCE_LAST_SAMPLED: u8 = 1;
 
-/// One iteration, decided. `N` sequences, `T` tokens, `S` samples, `C` copies.
+/// The sequence uses no adapter.
+pub const NO_ADAPTER: i32 = -1;
+
+/// One iteration, decided. `N` sequences, `T` tokens, `S` samples, `P` scored prompt tokens, `C`
+/// copies, `M` masks.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepPlan {
     /// Number of the step, from 1; 0 before the first.
@@ -25,6 +29,8 @@ pub struct StepPlan {
     pub num_decodes: usize,
     /// `[N]` row of each sequence.
     pub rows: Vec<i32>,
+    /// `[N]` adapter of each sequence; [`NO_ADAPTER`] today.
+    pub adapter_ids: Vec<i32>,
     /// `[N + 1]` where each sequence's tokens begin.
     pub query_start_loc: Vec<i32>,
     /// `[N]` context length after this step.
@@ -42,15 +48,25 @@ pub struct StepPlan {
     pub block_table_offsets: Vec<i32>,
     /// `[B]` block tables, one after the other.
     pub block_ids: Vec<i32>,
-    /// `[S]` token whose hidden state is scored.
+    /// `[S]` token whose logits are sampled.
     pub logits_indices: Vec<i32>,
     /// `[S]` row of each sample.
     pub sample_rows: Vec<i32>,
     /// `[S]` output tokens the row's sequence has already.
     pub sample_output_indices: Vec<i32>,
-    /// `[C]` (source, destination) blocks to copy before the forward pass, in this order: a
-    /// destination may be the source of an earlier copy, never of a later one.
+    /// `[M]` row of each sample whose logits get a mask; empty today.
+    pub mask_rows: Vec<i32>,
+    /// `[P]` token whose logits give the log-probability of the prompt token after it.
+    pub score_indices: Vec<i32>,
+    /// `[P]` that prompt token.
+    pub score_token_ids: Vec<i32>,
+    /// `[P]` how many of the best are told beside it.
+    pub score_num_best: Vec<i32>,
+    /// `[C]` (source, destination) blocks to copy before the forward pass, in any order: what one
+    /// writes no other reads or writes.
     pub block_copies: Vec<[i32; 2]>,
+    /// `[C]` the [`BlockLocation`](crate::memory::blocks::BlockLocation)s of source and destination.
+    pub block_copy_locations: Vec<[u8; 2]>,
     /// Rows that change hands in this step.
     pub resets: RowResets,
 }
@@ -90,6 +106,7 @@ impl StepPlan {
             step: 0,
             num_decodes: 0,
             rows: Vec::with_capacity(seqs),
+            adapter_ids: Vec::with_capacity(seqs),
             query_start_loc: Vec::with_capacity(seqs + 1),
             seq_lens: Vec::with_capacity(seqs),
             token_ids: Vec::with_capacity(tokens),
@@ -101,7 +118,12 @@ impl StepPlan {
             logits_indices: Vec::with_capacity(seqs),
             sample_rows: Vec::with_capacity(seqs),
             sample_output_indices: Vec::with_capacity(seqs),
+            mask_rows: Vec::with_capacity(seqs),
+            score_indices: Vec::with_capacity(tokens),
+            score_token_ids: Vec::with_capacity(tokens),
+            score_num_best: Vec::with_capacity(tokens),
             block_copies: Vec::with_capacity(seqs),
+            block_copy_locations: Vec::with_capacity(seqs),
             resets: RowResets {
                 rows: Vec::with_capacity(seqs),
                 floats: Vec::with_capacity(seqs),
@@ -132,11 +154,17 @@ impl StepPlan {
         self.sample_rows.len()
     }
 
+    /// Prompt tokens that the step scores.
+    pub fn num_scores(&self) -> usize {
+        self.score_indices.len()
+    }
+
     /// Empties the plan for step number `step`.
     pub(crate) fn begin(&mut self, step: u64) {
         self.step = step;
         self.num_decodes = 0;
         self.rows.clear();
+        self.adapter_ids.clear();
         self.query_start_loc.clear();
         self.query_start_loc.push(0);
         self.seq_lens.clear();
@@ -150,7 +178,12 @@ impl StepPlan {
         self.logits_indices.clear();
         self.sample_rows.clear();
         self.sample_output_indices.clear();
+        self.mask_rows.clear();
+        self.score_indices.clear();
+        self.score_token_ids.clear();
+        self.score_num_best.clear();
         self.block_copies.clear();
+        self.block_copy_locations.clear();
         self.resets.clear();
     }
 }

@@ -3,10 +3,12 @@
 //! In this order, within the token budget, as Sarathi-Serve (OSDI'24) has it: every running decode,
 //! one token each, never paused; then, level by level, prefill chunks of running sequences and newcomers
 //! while rows, memory and budget last. Promoted requests go before all chunks. A newcomer gets the blocks
-//! of all its tokens at once (less what the prefix cache has), so only decodes ever ask for more memory;
-//! they preempt, and so may a newcomer of a strictly higher level.
+//! of all its tokens at once (less what the prefix cache has), so only sequences that have sampled ever
+//! ask for more memory; they preempt, and so may a newcomer of a strictly higher level.
 //!
 //! Newcomers join in the queue's order; the first that does not fit holds up those behind it.
+
+use std::ops::Range;
 
 use crate::config::Limits;
 use crate::config::policy::Order;
@@ -14,12 +16,12 @@ use crate::iteration::commit::{leave_together, remove_ended};
 use crate::iteration::join::{leaves_together, may_join};
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::Ledger;
-use crate::iteration::plan::{SOURCE_ID, StepPlan};
+use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
 use crate::iteration::preempt::{choose_victim, choose_victims_below, preempt};
 use crate::iteration::rows::Row;
 use crate::iteration::sequence::Sequence;
 use crate::memory::blocks::PrefixMatch;
-use crate::request::{Request, SequenceKey, Time};
+use crate::request::{Request, SamplingParams, SequenceKey, Time};
 use crate::waiting::forecast::Blocked;
 use crate::waiting::queue::Next;
 
@@ -77,6 +79,7 @@ impl Scheduler<'_> {
         step.num_tokens = self.plan.num_tokens() as u64;
         step.prefill_is_short = is_short || self.lane.prefill_backlog > 0;
         step.num_samples = self.plan.num_samples();
+        step.num_scores = self.plan.num_scores();
         self.lane.in_flight = true;
         self.ledger.counters.iterations += 1;
         self.ledger.counters.scheduled_tokens += self.plan.num_tokens() as u64;
@@ -84,18 +87,24 @@ impl Scheduler<'_> {
         true
     }
 
+    /// Gives every running sequence memory for all its tokens, and every decode its token.
+    ///
+    /// A prefill has that memory already. A sequence that sampled several tokens in its last step needs
+    /// some, and gets its tokens as a chunk.
     fn schedule_decodes(&mut self) {
         let mut position = 0;
         while let Some(&key) = self.lane.running.get(position) {
             let sequence = &mut self.ledger.sequences[key.0];
-            if sequence.num_remaining_tokens() > 1 || sequence.finished.is_some() {
+            if sequence.finished.is_some() {
                 position += 1;
                 continue;
             }
-            if let Ok(copy) = sequence.make_room_for_decode(self.limits.block_size()) {
-                sequence.num_scheduled_tokens = 1;
-                self.budget -= 1;
-                self.lane.step.decodes.push(key);
+            if let Ok(copy) = sequence.make_room(self.limits.block_size()) {
+                if sequence.num_remaining_tokens() == 1 {
+                    sequence.num_scheduled_tokens = 1;
+                    self.budget -= 1;
+                    self.lane.step.decodes.push(key);
+                }
                 if let Some(copy) = copy {
                     self.lane.step.copies.push((key, copy));
                 }
@@ -234,7 +243,7 @@ impl Scheduler<'_> {
         None
     }
 
-    /// Holds the tenant of the next request, if its bounds say so; then somebody else is next.
+    /// Sets the next request aside if its tenant's bounds say so; then somebody else is next.
     fn hold_back(&mut self, next: Next) -> bool {
         if matches!(next, Next::Returning(..)) {
             return false; // it was let in before
@@ -244,22 +253,19 @@ impl Scheduler<'_> {
         let tenant_key = entry.tenant;
         let tenant = self.ledger.tenants.get(tenant_key);
         let is_busy = tenant.is_busy(entry.request.sampling.n);
-        if matches!(next, Next::Promoted(_)) {
-            if is_busy {
-                self.ledger.park(request);
-            }
-            return is_busy;
-        }
-        let until = tenant.rate_holds_until(self.now, 0);
+        let until = match next {
+            // Its class's bound on the queue time outweighs the rate.
+            Next::Promoted(_) => None,
+            _ => tenant.rate_holds_until(self.now, 0).filter(|_| !is_busy),
+        };
         if !is_busy && until.is_none() {
             return false;
         }
-        if tenant.held_since.is_some() {
-            // Best effort is not in the tenant's flows: it goes when its turn comes.
-            return false;
+        if tenant.held_since.is_none() {
+            self.ledger.hold(tenant_key, until, self.now);
         }
-        self.ledger
-            .hold(tenant_key, until.filter(|_| !is_busy), self.now);
+        // Holding its flows does not stop what waits elsewhere.
+        self.ledger.park(request);
         true
     }
 
@@ -399,14 +405,27 @@ impl Scheduler<'_> {
         let step = &self.lane.step;
         self.plan.num_decodes = step.decodes.len();
         for key in step.decodes.iter().chain(&step.chunks) {
-            write_sequence(self.plan, &self.ledger.sequences[key.0], self.limits);
+            let sequence = &self.ledger.sequences[key.0];
+            write_sequence(self.plan, sequence, self.limits);
+            let scores = sequence.scores();
+            if !scores.is_empty() {
+                let request = &self.ledger.requests[sequence.request.0].request;
+                write_scores(self.plan, sequence, scores, &request.sampling);
+            }
         }
         let num_tokens = self.plan.token_ids.len();
         self.plan.token_sources.resize(num_tokens, SOURCE_ID);
-        for (_, (source, destination)) in &step.copies {
+        self.plan
+            .adapter_ids
+            .resize(step.num_sequences(), NO_ADAPTER);
+        for (_, copy) in &step.copies {
+            let (from, to) = (copy.source(), copy.destination());
             self.plan
                 .block_copies
-                .push([source.as_i32(), destination.as_i32()]);
+                .push([from.block.as_i32(), to.block.as_i32()]);
+            self.plan
+                .block_copy_locations
+                .push([from.location as u8, to.location as u8]);
         }
     }
 }
@@ -522,5 +541,24 @@ fn write_sequence(plan: &mut StepPlan, sequence: &Sequence, limits: &Limits) {
             plan.sample_rows.push(row.as_i32());
             plan.sample_output_indices.push(output_index);
         }
+    }
+}
+
+/// Asks for the log-probabilities of the prompt tokens after those at `positions`, which were just
+/// written.
+fn write_scores(
+    plan: &mut StepPlan,
+    sequence: &Sequence,
+    positions: Range<u32>,
+    sampling: &SamplingParams,
+) {
+    let first = plan.token_ids.len() as u32 - sequence.num_scheduled_tokens;
+    let num_best = sampling.prompt_logprobs.unwrap_or(0) as i32;
+    for position in positions {
+        let index = first + position - sequence.num_computed_tokens;
+        let next = sequence.tokens[position as usize + 1];
+        plan.score_indices.push(index as i32);
+        plan.score_token_ids.push(next as i32);
+        plan.score_num_best.push(num_best);
     }
 }

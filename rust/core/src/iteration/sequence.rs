@@ -2,12 +2,14 @@
 //!
 //! Its phase follows from counters and is stored nowhere: it is prefilling while more than one token
 //! is left to compute, decoding when one is, and its next token can be sampled when the step computes
-//! the last. It owns its blocks and its row; dropping it gives both back.
+//! the last. (A step may have sampled several tokens; those are computed as a prefill chunk is.) It owns
+//! its blocks and its row; dropping it gives both back.
 //!
 //! A request with `n` answers starts as one sequence that computes the prompt once and holds the rows
 //! of its unborn siblings; they fork off it at the first output, which is sampled `n` times from one
 //! row of logits.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::iteration::rows::Row;
@@ -34,6 +36,11 @@ pub(crate) struct Sequence {
     pub(crate) num_computed_tokens: u32,
     /// Tokens that the step being planned, or in flight, computes.
     pub(crate) num_scheduled_tokens: u32,
+    /// Prompt tokens whose successor's log-probability is asked for, from the start: all but the last,
+    /// or none.
+    pub(crate) num_tokens_to_score: u32,
+    /// Those of them that were told of.
+    pub(crate) num_scored_tokens: u32,
     /// Full blocks, from the start, that the prefix cache was told of.
     pub(crate) num_published_blocks: u32,
     pub(crate) table: BlockTable,
@@ -78,6 +85,7 @@ pub(crate) struct NewSequence {
     pub(crate) level: usize,
     pub(crate) leaf: FlowKey,
     pub(crate) prompt: Vec<u32>,
+    pub(crate) num_tokens_to_score: u32,
     pub(crate) n: u32,
     pub(crate) table: BlockTable,
     pub(crate) root: BlockHash,
@@ -98,6 +106,8 @@ impl Sequence {
             tokens: new.prompt,
             num_computed_tokens: 0,
             num_scheduled_tokens: 0,
+            num_tokens_to_score: new.num_tokens_to_score,
+            num_scored_tokens: 0,
             num_published_blocks: 0,
             table: new.table,
             row: None,
@@ -152,34 +162,46 @@ impl Sequence {
         self.num_tokens() < self.protected_below_tokens
     }
 
+    /// Positions of the prompt tokens that its scheduled tokens score. What was told of before a
+    /// preemption is computed again, but not scored again.
+    pub(crate) fn scores(&self) -> Range<u32> {
+        let computed = self.num_computed_tokens + self.num_scheduled_tokens;
+        let begin = self.num_scored_tokens;
+        begin..computed.min(self.num_tokens_to_score).max(begin)
+    }
+
     /// Rows it needs to run.
     pub(crate) fn num_rows(&self) -> u32 {
         1 + self.num_unborn
     }
 
-    /// Hashes of the full blocks that a prefix lookup may use: at least one token is always computed.
+    /// Hashes of the full blocks that a prefix lookup may use: at least one token is always computed,
+    /// and every token that is still to be scored.
     pub(crate) fn usable_chain(&mut self, block_size: u32) -> &[BlockHash] {
         extend_chain(&mut self.chain, self.root, &self.tokens, block_size);
-        let usable = (self.num_tokens() - 1) / block_size;
-        &self.chain[..usable as usize]
+        let needed_from = if self.num_scored_tokens < self.num_tokens_to_score {
+            self.num_scored_tokens
+        } else {
+            self.num_tokens() - 1
+        };
+        &self.chain[..(needed_from / block_size) as usize]
     }
 
-    /// Makes the slot of the next token writable: a fresh block, or an own copy of a shared one.
-    pub(crate) fn make_room_for_decode(
-        &mut self,
-        block_size: u32,
-    ) -> Result<Option<BlockCopy>, OutOfBlocks> {
-        if self.num_computed_tokens as usize == self.table.blocks().len() * block_size as usize {
-            self.table.grow(1).map(|()| None)
-        } else if self.may_share_last_block {
-            self.table.own_last()
-        } else {
-            Ok(None)
+    /// Makes the slots of all its tokens writable: fresh blocks, and an own copy of a shared one.
+    pub(crate) fn make_room(&mut self, block_size: u32) -> Result<Option<BlockCopy>, OutOfBlocks> {
+        let num_blocks = self.table.blocks().len() as u32;
+        let missing_tokens = self.num_tokens().saturating_sub(num_blocks * block_size);
+        if missing_tokens == 0 && !self.may_share_last_block {
+            return Ok(None);
         }
+        let first = self.num_computed_tokens / block_size;
+        self.table
+            .grow_for_writing(first as usize, missing_tokens.div_ceil(block_size))
     }
 
     /// Moves the scheduled tokens to the computed ones and makes blocks that became full findable.
     pub(crate) fn advance(&mut self, block_size: u32, prefix_caching: bool) {
+        self.num_scored_tokens = self.scores().end;
         self.num_computed_tokens += std::mem::take(&mut self.num_scheduled_tokens);
         if !prefix_caching {
             return;
@@ -223,6 +245,8 @@ impl Sequence {
             num_prompt_tokens: self.num_prompt_tokens,
             num_computed_tokens: self.num_computed_tokens,
             num_scheduled_tokens: 0,
+            num_tokens_to_score: self.num_tokens_to_score,
+            num_scored_tokens: self.num_scored_tokens,
             num_published_blocks: self.num_published_blocks,
             table: self.table.fork(),
             row: Some(row),

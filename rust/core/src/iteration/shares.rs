@@ -123,7 +123,8 @@ impl Ledger {
                 .is_none_or(|timer| self.timers.contains(&(timer, entry.request.id)));
             let is_parked = waiting.fresh.standing == Standing::Parked;
             let owner = self.tenants.get(entry.tenant);
-            if !is_armed || is_parked != owner.parked.contains(&entry.request.id) {
+            if !is_armed || is_parked != owner.parked.iter().any(|&(id, _)| id == entry.request.id)
+            {
                 return Err(format!(
                     "{} has a timer or a standing nobody knows",
                     entry.request.id

@@ -8,7 +8,7 @@
 
 use crate::config::policy::{OnDoomed, OnTimeout};
 use crate::iteration::lane::Lane;
-use crate::iteration::ledger::{Entry, Ledger};
+use crate::iteration::ledger::{Entry, Ledger, Waiting};
 use crate::iteration::sequence::RequestKey;
 use crate::request::{Finish, Time};
 use crate::waiting::queue::Standing;
@@ -90,10 +90,8 @@ impl Ledger {
         if let Some(deadline) = entry.request.deadline {
             dues.push((deadline, Due::End(Finish::DeadlineMissed)));
         }
-        if matches!(
-            waiting.fresh.standing,
-            Standing::Promoted | Standing::Parked
-        ) {
+        let standing = self.standing(entry, waiting);
+        if standing == Standing::Promoted {
             return dues;
         }
         if let Some(most) = class.max_queue_time_us {
@@ -103,7 +101,7 @@ impl Ledger {
             };
             dues.push((after(most), due));
         }
-        if waiting.fresh.standing == Standing::BestEffort {
+        if standing == Standing::BestEffort {
             return dues;
         }
         if let Some(most) = self.rules.policy().max_level_wait_us {
@@ -126,8 +124,18 @@ impl Ledger {
         dues
     }
 
-    pub(crate) fn stand(&mut self, key: RequestKey, standing: Standing) {
-        if let Some(waiting) = &mut self.requests[key.0].waiting {
+    /// Where a request waits, or waited before it was set aside.
+    fn standing(&self, entry: &Entry, waiting: &Waiting) -> Standing {
+        let parked = &self.tenants.get(entry.tenant).parked;
+        let aside = parked.iter().find(|&&(id, _)| id == entry.request.id);
+        aside.map_or(waiting.fresh.standing, |&(_, standing)| standing)
+    }
+
+    fn stand(&mut self, key: RequestKey, standing: Standing) {
+        let entry = &mut self.requests[key.0];
+        if let Some(waiting) = &mut entry.waiting {
+            let parked = &mut self.tenants.get_mut(entry.tenant).parked;
+            parked.retain(|&(id, _)| id != entry.request.id);
             self.queue.move_to(&mut waiting.fresh, standing);
         }
     }
@@ -146,10 +154,10 @@ impl Ledger {
     /// Lets a tenant go that is held; whether it may run is looked at when it is its turn.
     pub(crate) fn let_go(&mut self, key: TenantKey, now: Time) {
         let tenant = self.tenants.get_mut(key);
-        for id in std::mem::take(&mut tenant.parked) {
+        for (id, standing) in std::mem::take(&mut tenant.parked) {
             let request = self.live[&id];
             if let Some(waiting) = &mut self.requests[request.0].waiting {
-                self.queue.move_to(&mut waiting.fresh, Standing::Promoted);
+                self.queue.move_to(&mut waiting.fresh, standing);
             }
         }
         let tenant = self.tenants.get_mut(key);
@@ -163,13 +171,17 @@ impl Ledger {
         self.queue.set_held(&self.tenants.get(key).flows, false);
     }
 
-    /// Sets a promoted request aside until one of its tenant's answers ends.
+    /// Sets a request that waits outside its flow aside until its tenant is let go.
     pub(crate) fn park(&mut self, key: RequestKey) {
-        self.stand(key, Standing::Parked);
-        let entry = &self.requests[key.0];
-        self.tenants
-            .get_mut(entry.tenant)
-            .parked
-            .push(entry.request.id);
+        let entry = &mut self.requests[key.0];
+        let Some(waiting) = &mut entry.waiting else {
+            return;
+        };
+        let standing = waiting.fresh.standing;
+        if standing != Standing::Flow {
+            self.queue.move_to(&mut waiting.fresh, Standing::Parked);
+            let owner = self.tenants.get_mut(entry.tenant);
+            owner.parked.push((entry.request.id, standing));
+        }
     }
 }

@@ -127,6 +127,7 @@ impl<'a> Clients<'a> {
                         self.finished(index, finish);
                     }
                 }
+                Event::PromptLogprobs { .. } => {} // nobody asks for them
                 Event::Ended { request, stats } => self.ended(self.index(*request), stats),
             }
         }

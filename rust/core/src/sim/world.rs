@@ -21,7 +21,7 @@ use crate::sim::clients::Clients;
 use crate::sim::random::{Cause, Random};
 use crate::sim::record::{Iteration, IterationView, Outcome, ServiceSample, SimOutcome};
 use crate::sim::workload::{EOS, FILLER, VOCAB_SIZE, Workload};
-use crate::sim::{SimConfig, SimError, retry_after_us};
+use crate::sim::{SimConfig, SimError};
 use crate::text::TokenTable;
 use crate::{Engine, Vocabulary};
 
@@ -195,7 +195,7 @@ impl<'a> World<'a> {
         };
         self.clients.records[at].rejections += 1;
         let may_retry = self.config.retry && self.clients.records[at].rejections == 1;
-        if let Some(after_us) = retry_after_us(&error).filter(|_| may_retry) {
+        if let Some(after_us) = error.retry_after_us().filter(|_| may_retry) {
             self.expect(self.now_us + after_us, Event::Retry(index));
         } else {
             let outcome = Outcome::Rejected(error.code());

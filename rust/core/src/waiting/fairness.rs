@@ -37,13 +37,19 @@ const UNIT_WEIGHT: f64 = (1_u64 << 20) as f64;
 /// other; ties by number.
 type SiblingKey = (OrderKey, FlowKey);
 
-struct Flow {
+/// The part of a flow that every charge touches, small and by itself.
+#[derive(Clone, Copy, Default)]
+struct Account {
     /// Virtual counter: service over weight, and lifts.
     service: u64,
     /// What one unit of service adds to the counter.
     divisor: u64,
     /// Units that were really charged, less refunds.
     served: Units,
+    parent: Option<FlowKey>,
+}
+
+struct Flow {
     parent: Option<FlowKey>,
     /// Under which it stands among its parent's eligible children.
     standing: Option<SiblingKey>,
@@ -74,6 +80,8 @@ enum LastLeft {
 /// The tree.
 pub struct Flows {
     slab: Slab<Flow>,
+    /// By the flow's number.
+    accounts: Vec<Account>,
     by_name: BTreeMap<(FlowKey, Arc<str>), FlowKey>,
     by_service: bool,
     rebase_above: u64,
@@ -84,6 +92,7 @@ impl Flows {
     pub fn new(by_service: bool) -> Self {
         Self {
             slab: Slab::new(),
+            accounts: Vec::new(),
             by_name: BTreeMap::new(),
             by_service,
             rebase_above: REBASE_ABOVE,
@@ -97,9 +106,6 @@ impl Flows {
 
     fn add(&mut self, parent: Option<FlowKey>, name: Arc<str>, weight: f64) -> FlowKey {
         let flow = Flow {
-            service: 0,
-            divisor: divisor(weight),
-            served: 0,
             parent,
             standing: None,
             held: false,
@@ -112,7 +118,25 @@ impl Flows {
             passes: 0,
             name,
         };
-        FlowKey(self.slab.insert(flow) as u32)
+        let at = self.slab.insert(flow);
+        if self.accounts.len() <= at {
+            self.accounts.resize_with(at + 1, Account::default);
+        }
+        self.accounts[at] = Account {
+            service: 0,
+            divisor: divisor(weight),
+            served: 0,
+            parent,
+        };
+        FlowKey(at as u32)
+    }
+
+    fn account(&self, key: FlowKey) -> &Account {
+        &self.accounts[key.0 as usize]
+    }
+
+    fn account_mut(&mut self, key: FlowKey) -> &mut Account {
+        &mut self.accounts[key.0 as usize]
     }
 
     /// The child of `parent` with that name, made where there is none, with one more reference.
@@ -127,7 +151,7 @@ impl Flows {
         let flow = self.flow_mut(key);
         flow.references += 1;
         if flow.references == 1 {
-            let service = flow.service;
+            let service = self.account(key).service;
             self.flow_mut(parent).idle.remove(&(service, key));
         }
         key
@@ -138,7 +162,8 @@ impl Flows {
     pub fn release(&mut self, key: FlowKey) {
         let flow = self.flow_mut(key);
         flow.references -= 1;
-        let (service, parent) = (flow.service, flow.parent);
+        let parent = flow.parent;
+        let service = self.account(key).service;
         if let Some(parent) = parent.filter(|_| self.flow(key).references == 0) {
             self.flow_mut(parent).idle.insert((service, key));
             self.drop_idle(parent);
@@ -190,7 +215,7 @@ impl Flows {
 
     /// Service that a flow really received.
     pub fn served(&self, key: FlowKey) -> Units {
-        self.flow(key).served
+        self.account(key).served
     }
 
     /// What waits in `leaf` has changed: by `added` and `removed` units, and `first` is first now.
@@ -219,7 +244,7 @@ impl Flows {
 
     /// Gives a flow another weight, from now on.
     pub fn set_weight(&mut self, key: FlowKey, weight: f64) {
-        self.flow_mut(key).divisor = divisor(weight);
+        self.account_mut(key).divisor = divisor(weight);
     }
 
     /// The leaf whose turn it is below `root`.
@@ -237,11 +262,11 @@ impl Flows {
     /// Charges units of service to a leaf and to everything above it.
     pub fn charge(&mut self, leaf: FlowKey, units: Units) {
         let mut at = leaf;
-        while let Some(parent) = self.flow(at).parent {
-            let flow = self.flow_mut(at);
-            flow.served += units;
-            flow.service += units * flow.divisor;
-            if flow.service > self.rebase_above {
+        while let Some(parent) = self.account(at).parent {
+            let account = self.account_mut(at);
+            account.served += units;
+            account.service += units * account.divisor;
+            if account.service > self.rebase_above {
                 self.rebase(parent);
             }
             at = parent;
@@ -251,17 +276,18 @@ impl Flows {
     /// Takes a charge back, exactly.
     pub fn refund(&mut self, leaf: FlowKey, units: Units) {
         let mut at = leaf;
-        while let Some(parent) = self.flow(at).parent {
-            let by_service = self.by_service;
-            let flow = self.flow_mut(at);
-            let before = flow.service;
-            flow.served -= units;
-            flow.service = flow.service.saturating_sub(units * flow.divisor);
-            let (service, standing, idle) = (flow.service, flow.standing, flow.references == 0);
-            if let Some(old) = standing.filter(|(key, _)| by_service && key.cost > service) {
+        while let Some(parent) = self.account(at).parent {
+            let account = self.account_mut(at);
+            let before = account.service;
+            account.served -= units;
+            account.service = before.saturating_sub(units * account.divisor);
+            let service = account.service;
+            let (standing, is_idle) = (self.flow(at).standing, self.flow(at).references == 0);
+            let is_late = |&(key, _): &SiblingKey| self.by_service && key.cost > service;
+            if let Some(old) = standing.filter(is_late) {
                 self.stand(parent, at, old, service_key(service));
             }
-            if idle && self.flow_mut(parent).idle.remove(&(before, at)) {
+            if is_idle && self.flow_mut(parent).idle.remove(&(before, at)) {
                 self.flow_mut(parent).idle.insert((service, at));
             }
             at = parent;
@@ -315,7 +341,7 @@ impl Flows {
         loop {
             let &old = self.flow(parent).eligible.first()?;
             let key = old.1;
-            let service = self.flow(key).service;
+            let service = self.account(key).service;
             if !self.by_service || old.0.cost == service {
                 return Some(key);
             }
@@ -326,20 +352,20 @@ impl Flows {
     /// The counter that a child that becomes eligible is lifted to at least.
     fn floor(&mut self, parent: FlowKey) -> Option<u64> {
         if let Some(least) = self.least(parent) {
-            return Some(self.flow(least).service);
+            return Some(self.account(least).service);
         }
         match self.flow(parent).last_left {
             LastLeft::Nobody => None,
-            LastLeft::Child(key) => Some(self.flow(key).service),
+            LastLeft::Child(key) => Some(self.account(key).service),
             LastLeft::Counter(service) => Some(service),
         }
     }
 
     fn lift(&mut self, parent: FlowKey, key: FlowKey) -> u64 {
         let floor = self.floor(parent).unwrap_or(0);
-        let flow = self.flow_mut(key);
-        flow.service = flow.service.max(floor);
-        let service = flow.service;
+        let account = self.account_mut(key);
+        account.service = account.service.max(floor);
+        let service = account.service;
         self.drop_idle(parent);
         service
     }
@@ -376,7 +402,7 @@ impl Flows {
     #[cold]
     fn rebase(&mut self, parent: FlowKey) {
         let eligible = self.flow(parent).eligible.iter();
-        let least = eligible.map(|&(_, key)| self.flow(key).service).min();
+        let least = eligible.map(|&(_, key)| self.account(key).service).min();
         let floor = least.or(self.floor(parent)).unwrap_or(0);
         let lower = floor.saturating_sub(REBASE_TO);
         let children: Vec<FlowKey> = self
@@ -386,11 +412,11 @@ impl Flows {
             .map(|(_, &key)| key)
             .collect();
         for &key in &children {
-            let flow = self.flow_mut(key);
-            let before = flow.service;
+            let account = self.account_mut(key);
+            let before = account.service;
             let most = (floor - lower).saturating_add(MOST_DEBT);
-            flow.service = (before.max(floor) - lower).min(most);
-            let (service, standing) = (flow.service, flow.standing);
+            account.service = (before.max(floor) - lower).min(most);
+            let (service, standing) = (account.service, self.flow(key).standing);
             if let Some(old) = standing.filter(|_| self.by_service) {
                 self.stand(parent, key, old, service_key(service));
             }
@@ -418,19 +444,18 @@ impl Flows {
     }
 
     fn siblings_before(&self, parent: FlowKey, key: FlowKey, units: Units) -> Units {
-        let own = self.flow(key);
+        let own = self.account(key);
         let eligible = &self.flow(parent).eligible;
-        let least = eligible
-            .first()
-            .map_or(own.service, |&(_, key)| self.flow(key).service);
+        let first = eligible.first();
+        let least = first.map_or(own.service, |&(_, key)| self.account(key).service);
         let until = own.service.max(least) + units * own.divisor;
         let mut ahead = 0;
         let mut seen = 0;
         for &(_, sibling) in eligible.iter().take(SIBLINGS_LOOKED_AT) {
-            let flow = self.flow(sibling);
             if sibling != key {
-                let gap = until.saturating_sub(flow.service) / flow.divisor;
-                ahead += flow.backlog.min(gap);
+                let account = self.account(sibling);
+                let gap = until.saturating_sub(account.service) / account.divisor;
+                ahead += self.flow(sibling).backlog.min(gap);
             }
             seen += 1;
         }
@@ -453,8 +478,9 @@ impl Flows {
             if flow.parent.is_some() && flow.standing.is_some() != (may_run && !flow.held) {
                 return Err(format!("{key:?} stands among its siblings wrongly"));
             }
-            let late =
-                |&(key, child): &SiblingKey| self.by_service && key.cost > self.flow(child).service;
+            let late = |&(key, child): &SiblingKey| {
+                self.by_service && key.cost > self.account(child).service
+            };
             if flow.eligible.iter().any(late) {
                 return Err(format!("a child of {key:?} stands behind its counter"));
             }

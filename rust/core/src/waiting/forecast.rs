@@ -136,11 +136,6 @@ impl Forecast {
     }
 }
 
-/// When something that was predicted to take `late_us` too long may be tried again: at least a second.
-pub fn retry_after(late_us: u64) -> u64 {
-    late_us.max(1_000_000)
-}
-
 /// Measures intervals: microseconds since it was last asked.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Stopwatch(Option<Time>);

@@ -93,7 +93,7 @@ pub enum Standing {
     Flow,
     /// Ahead of everything that was not promoted.
     Promoted,
-    /// Promoted, but its tenant has all the answers running that it may.
+    /// Set aside until its tenant is let go.
     Parked,
     /// Behind everything else.
     BestEffort,

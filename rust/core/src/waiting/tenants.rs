@@ -17,6 +17,7 @@ use crate::predict::output_length::MeanLength;
 use crate::request::{RequestId, Time};
 use crate::waiting::fairness::FlowKey;
 use crate::waiting::gate::Door;
+use crate::waiting::queue::Standing;
 
 /// Names a tenant while it exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -50,8 +51,8 @@ pub struct Tenant {
     pub waiting_tokens: u64,
     /// Its flow in each class (in each level where siblings share first come, first served).
     pub flows: Vec<(ClassId, FlowKey)>,
-    /// Promoted requests that wait for one of its answers to end.
-    pub parked: Vec<RequestId>,
+    /// Requests that were set aside until it is let go, and where they waited.
+    pub parked: Vec<(RequestId, Standing)>,
     /// Since when it is held, if it is.
     pub held_since: Option<Time>,
     /// Until when its rate holds it, if that is why.

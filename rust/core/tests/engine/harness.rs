@@ -12,7 +12,7 @@ use chairlift_core::config::Settings;
 use chairlift_core::error::SubmitError;
 use chairlift_core::iteration::commit::{STATUS_FAILED, STATUS_OK, StepResults};
 use chairlift_core::iteration::plan::StepPlan;
-use chairlift_core::output::Event;
+use chairlift_core::output::{Event, TokenLogprob};
 use chairlift_core::request::{
     Finish, NewRequest, RequestId, SamplingParams, StopParams, Ticket, Time,
 };
@@ -53,6 +53,23 @@ pub fn next_token(history: &[u32], child: u32, vocab_size: u32) -> u32 {
         state = mix(state ^ u64::from(token)).wrapping_add(u64::from(token));
     }
     (state % u64::from(vocab_size)) as u32
+}
+
+/// The log-probability of `token` after `history`: any number that depends on both.
+pub fn logprob(history: &[u32], token: u32) -> f32 {
+    -(next_token(history, 1_000 + token, 10_000) as f32)
+}
+
+/// An entry for `token` and `num_best` others.
+fn candidates(history: &[u32], token: u32, num_best: u32) -> Vec<TokenLogprob> {
+    let entry = |token| TokenLogprob {
+        token,
+        logprob: logprob(history, token),
+    };
+    std::iter::once(token)
+        .chain(0..num_best)
+        .map(entry)
+        .collect()
 }
 
 /// Tokens are letters, so that text shows every one of them.
@@ -104,6 +121,8 @@ pub struct Answer {
 pub struct Client {
     pub request: NewRequest,
     pub answers: Vec<Answer>,
+    /// Prompt tokens whose log-probability came.
+    pub scored: usize,
     pub scheduled: u32,
     pub ended: u32,
 }
@@ -116,8 +135,11 @@ pub struct Harness {
     pub now: Time,
     /// Rows that fail in the next step.
     pub failing_rows: Vec<i32>,
+    /// Most tokens that a sample returns; how many it does depends on the history.
+    pub most_tokens_per_sample: u32,
     slots: Vec<Option<u32>>,
-    children: Vec<i64>,
+    /// By row: child, log-probabilities wanted.
+    rows: Vec<[i64; 2]>,
 }
 
 impl Harness {
@@ -126,11 +148,12 @@ impl Harness {
         let slots = settings.num_kv_blocks * settings.block_size;
         Self {
             plan: StepPlan::new(engine.limits()),
-            children: vec![-1; settings.max_num_seqs as usize],
+            rows: vec![[-1; 2]; settings.max_num_seqs as usize],
             slots: vec![None; slots as usize],
             clients: BTreeMap::new(),
             now: Time(0),
             failing_rows: Vec::new(),
+            most_tokens_per_sample: 1,
             engine,
             settings,
         }
@@ -150,6 +173,7 @@ impl Harness {
         let answers = vec![Answer::default(); request.sampling.n as usize];
         let client = Client {
             answers,
+            scored: 0,
             scheduled: 0,
             ended: 0,
             request,
@@ -187,22 +211,27 @@ impl Harness {
             }
         }
         for (row, ints) in plan.resets.rows.iter().zip(&plan.resets.ints) {
-            self.children[*row as usize] = ints[2];
+            self.rows[*row as usize] = [ints[2], ints[3]];
         }
         for (&slot, &token) in plan.slot_mapping.iter().zip(&plan.token_ids) {
             self.slots[slot as usize] = Some(token as u32);
         }
         let mut results = StepResults {
             token_offsets: vec![0],
+            logprob_offsets: vec![0],
+            prompt_logprob_offsets: vec![0],
             ..StepResults::default()
         };
-        let sequence_of = |token: i32| plan.query_start_loc.partition_point(|&at| at <= token) - 1;
         for (&logit, &row) in plan.logits_indices.iter().zip(&plan.sample_rows) {
-            let history = self.history(sequence_of(logit));
-            let child = self.children[row as usize] as u32;
-            let token = next_token(&history, child, self.settings.vocab_size);
-            results.token_ids.push(token);
-            results.token_offsets.push(results.token_ids.len() as u32);
+            let [child, num_best] = self.rows[row as usize];
+            self.sample(logit, child as u32, num_best, &mut results);
+        }
+        let asked = plan.score_token_ids.iter().zip(&plan.score_num_best);
+        for (&index, (&token, &num_best)) in plan.score_indices.iter().zip(asked) {
+            let entries = candidates(&self.history(index), token as u32, num_best as u32);
+            results.prompt_logprobs.extend(entries);
+            let end = results.prompt_logprobs.len() as u32;
+            results.prompt_logprob_offsets.push(end);
         }
         let status = |row| {
             if self.failing_rows.contains(row) {
@@ -216,13 +245,33 @@ impl Harness {
         results
     }
 
-    /// Tokens of the sequence at `position` of the plan, read through its block table.
-    fn history(&self, position: usize) -> Vec<u32> {
+    /// One or more tokens after that at `index` of the plan.
+    fn sample(&self, index: i32, child: u32, num_best: i64, results: &mut StepResults) {
+        let mut history = self.history(index);
+        let count = 1 + next_token(&history, 99, self.most_tokens_per_sample);
+        for _ in 0..count {
+            let token = next_token(&history, child, self.settings.vocab_size);
+            results.token_ids.push(token);
+            if let Ok(num_best) = u32::try_from(num_best) {
+                results
+                    .logprobs
+                    .extend(candidates(&history, token, num_best));
+            }
+            history.push(token);
+        }
+        results.token_offsets.push(results.token_ids.len() as u32);
+        results.logprob_offsets.push(results.logprobs.len() as u32);
+    }
+
+    /// Tokens up to that at `index` of the plan, read through its sequence's block table.
+    fn history(&self, index: i32) -> Vec<u32> {
+        let plan = &self.plan;
+        let sequence = plan.query_start_loc.partition_point(|&at| at <= index) - 1;
         let block_size = self.settings.block_size as usize;
-        let begin = self.plan.block_table_offsets[position] as usize;
-        (0..self.plan.seq_lens[position] as usize)
+        let begin = plan.block_table_offsets[sequence] as usize;
+        (0..=plan.positions[index as usize] as usize)
             .map(|at| {
-                let block = self.plan.block_ids[begin + at / block_size] as usize;
+                let block = plan.block_ids[begin + at / block_size] as usize;
                 self.slots[block * block_size + at % block_size].expect("a slot that was written")
             })
             .collect()
@@ -318,18 +367,37 @@ impl Harness {
                         .sum();
                     assert_eq!(stats.num_output_tokens as usize, tokens);
                 }
+                Event::PromptLogprobs {
+                    request,
+                    num_tokens,
+                    logprobs,
+                } => {
+                    let client = self.clients.get_mut(request).expect("a client");
+                    assert!(client.answers[0].tokens.is_empty(), "{request}: too late");
+                    client.check_scores(*num_tokens as usize, &batch.logprobs[logprobs.clone()]);
+                }
                 Event::Output(output) => {
                     let client = self.clients.get_mut(&output.request).expect("a client");
                     assert_eq!(client.ended, 0, "{} spoke after its end", output.request);
+                    let sampling = &client.request.sampling;
+                    if sampling.prompt_logprobs.is_some() && !output.tokens.is_empty() {
+                        let prompt = client.request.prompt.len();
+                        assert_eq!(client.scored, prompt - 1, "{}", output.request);
+                    }
                     let answer = &mut client.answers[output.child as usize];
                     assert_eq!(answer.finish, None, "{} ended twice", output.request);
+                    let mut logprobs = Vec::new();
                     for &token in &batch.token_ids[output.tokens.clone()] {
                         let mut history = client.request.prompt.clone();
                         history.extend(&answer.tokens);
                         let expected = next_token(&history, output.child, self.settings.vocab_size);
                         assert_eq!(token, expected, "{} child {}", output.request, output.child);
+                        if let Some(num_best) = sampling.logprobs {
+                            logprobs.extend(candidates(&history, token, num_best));
+                        }
                         answer.tokens.push(token);
                     }
+                    assert_eq!(batch.logprobs[output.logprobs.clone()], logprobs);
                     answer.text.push_str(&batch.text[output.text.clone()]);
                     answer.finish = output.finish;
                     check_text(&client.request, answer);
@@ -354,6 +422,17 @@ impl Harness {
         slots.sort_unstable();
         slots.dedup();
         assert_eq!(slots.len(), plan.num_tokens(), "a slot is written twice");
+        assert_eq!(plan.adapter_ids, vec![-1; n]);
+        assert!(plan.mask_rows.is_empty());
+        assert_eq!(
+            plan.block_copy_locations,
+            vec![[0; 2]; plan.block_copies.len()]
+        );
+        for &[_, written] in &plan.block_copies {
+            let named = plan.block_copies.as_flattened().iter();
+            let count = named.filter(|&&block| block == written).count();
+            assert_eq!(count, 1, "copies of a step depend on each other");
+        }
         for position in 0..n {
             let tokens = plan.query_start_loc[position]..plan.query_start_loc[position + 1];
             assert_eq!(
@@ -365,6 +444,20 @@ impl Harness {
             let last = plan.positions[tokens.end as usize - 1];
             assert_eq!(last + 1, plan.seq_lens[position]);
         }
+    }
+}
+
+impl Client {
+    /// The next `num_tokens` of the prompt were scored.
+    fn check_scores(&mut self, num_tokens: usize, logprobs: &[TokenLogprob]) {
+        let num_best = self.request.sampling.prompt_logprobs.expect("asked for");
+        let prompt = &self.request.prompt;
+        let expected: Vec<TokenLogprob> = (self.scored + 1..)
+            .take(num_tokens)
+            .flat_map(|at| candidates(&prompt[..at], prompt[at], num_best))
+            .collect();
+        assert_eq!(logprobs, expected, "{}", self.request.id);
+        self.scored += num_tokens;
     }
 }
 
@@ -411,6 +504,7 @@ fn plan_pointers(plan: &StepPlan) -> Vec<*const u8> {
         plan.slot_mapping.as_ptr().cast(),
         plan.block_ids.as_ptr().cast(),
         plan.block_copies.as_ptr().cast(),
+        plan.score_indices.as_ptr().cast(),
         plan.sample_rows.as_ptr().cast(),
         plan.resets.rows.as_ptr().cast(),
         plan.resets.ids.as_ptr().cast(),

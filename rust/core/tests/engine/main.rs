@@ -3,6 +3,7 @@
 mod golden;
 mod harness;
 mod random;
+mod results;
 mod scenarios;
 mod sharing;
 mod steady;

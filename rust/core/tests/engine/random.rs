@@ -118,6 +118,7 @@ fn tiny_settings(random: &mut Random) -> Settings {
             Policy::default()
         },
         vocab_size: 12,
+        max_in_flight_steps: 1,
     }
 }
 
@@ -132,6 +133,8 @@ fn random_request(random: &mut Random, harness: &Harness, id: u64) -> NewRequest
     if random.chance(30) {
         new.sampling.presence_penalty = 0.5;
     }
+    new.sampling.logprobs = random.chance(20).then(|| random.within(0, 2));
+    new.sampling.prompt_logprobs = random.chance(20).then(|| random.within(0, 2));
     if random.chance(20) {
         new.sampling.logit_bias = vec![(1, 1.0); random.within(1, 1_024) as usize];
     }
@@ -166,6 +169,8 @@ struct Trace {
     failed: u64,
     finished: u64,
     copies: usize,
+    scores: usize,
+    several_tokens: u64,
     in_flight_aborts: u64,
     rejected: u64,
     broken_results: u64,
@@ -194,9 +199,11 @@ struct Run {
 impl Run {
     fn new(seed: u64) -> Self {
         let mut random = Random(seed);
+        let mut harness = Harness::new(tiny_settings(&mut random));
+        harness.most_tokens_per_sample = [1, 1, 2, 3][random.within(0, 3) as usize];
         Self {
             seed,
-            harness: Harness::new(tiny_settings(&mut random)),
+            harness,
             random,
             trace: Trace::default(),
             next_id: 0,
@@ -367,7 +374,10 @@ impl Run {
             let row = self.harness.plan.rows[0];
             self.harness.failing_rows.push(row);
         }
+        let before = self.harness.engine.metrics().output_tokens;
         self.harness.commit();
+        let tokens = self.harness.engine.metrics().output_tokens - before;
+        self.trace.several_tokens += u64::from(tokens > self.harness.plan.num_samples() as u64);
         self.in_flight = false;
     }
 
@@ -379,6 +389,7 @@ impl Run {
         self.check_tenants();
         self.steps += 1;
         self.trace.copies += self.harness.plan.block_copies.len();
+        self.trace.scores += self.harness.plan.num_scores();
         for byte in format!("{:?}", self.harness.plan).bytes() {
             let digest = self.trace.digest.wrapping_mul(31);
             self.trace.digest = digest.wrapping_add(u64::from(byte));
@@ -452,7 +463,19 @@ impl Run {
     }
 }
 
+/// Says the seed of a run that panics.
+struct Seed(u64);
+
+impl Drop for Seed {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("it was seed {}", self.0);
+        }
+    }
+}
+
 fn run(seed: u64) -> Trace {
+    let _seed = Seed(seed);
     let mut run = Run::new(seed);
     while run.steps < STEPS_PER_RUN {
         run.operate();
@@ -475,6 +498,8 @@ fn invariants_hold_over_random_operations() {
         total.failed += trace.failed;
         total.finished += trace.finished;
         total.copies += trace.copies;
+        total.scores += trace.scores;
+        total.several_tokens += trace.several_tokens;
         total.in_flight_aborts += trace.in_flight_aborts;
         total.rejected += trace.rejected;
         total.broken_results += trace.broken_results;
@@ -498,6 +523,10 @@ fn invariants_hold_over_random_operations() {
     assert!(total.broken_results > 100, "{total:?}");
     assert!(total.expired > 500 && total.shed > 100, "{total:?}");
     assert!(total.displaced > 100 && total.reloads > 100, "{total:?}");
+    assert!(
+        total.scores > 10_000 && total.several_tokens > 1_000,
+        "{total:?}"
+    );
     assert!(
         total.idle_with_work > 100 && total.timers > 500,
         "{total:?}"

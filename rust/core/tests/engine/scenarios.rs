@@ -1,7 +1,6 @@
 //! Scenarios with a name: what users of such servers have reported, and what the design promises.
 
 use chairlift_core::config::Settings;
-use chairlift_core::iteration::commit::StepResults;
 use chairlift_core::request::{Finish, NewRequest, RequestId, SamplingParams, Ticket};
 use chairlift_core::text::{StopStrings, StopText};
 
@@ -243,6 +242,23 @@ fn a_pool_too_small_for_max_model_len_lowers_it() {
 }
 
 #[test]
+fn one_step_is_in_flight_at_a_time() {
+    assert_eq!(settings().validate().unwrap().max_in_flight_steps(), 1);
+    for (max_in_flight_steps, message) in [
+        (0, "max_in_flight_steps is 0; it must be at least 1"),
+        (2, "max_in_flight_steps is 2; it must be at most 1"),
+    ] {
+        let error = Settings {
+            max_in_flight_steps,
+            ..settings()
+        }
+        .validate()
+        .unwrap_err();
+        assert_eq!(error.to_string(), message);
+    }
+}
+
+#[test]
 fn a_sequence_that_grows_to_the_whole_pool_ends_by_length() {
     // vllm#39734: within max_model_len, alone, and as large as the pool.
     let mut harness = Harness::new(Settings {
@@ -415,38 +431,6 @@ fn a_failed_row_ends_its_own_request_and_a_failed_step_all_of_its() {
     let metrics = harness.engine.metrics();
     // Request 5 had joined in the failed step.
     assert_eq!((metrics.failed, metrics.finished), (5, 1));
-}
-
-#[test]
-fn results_that_do_not_fit_change_nothing() {
-    let mut harness = Harness::new(settings());
-    harness.submit(plain(1, 6, 20));
-    harness.submit(plain(2, 6, 20));
-    assert!(harness.schedule());
-    let good = harness.execute();
-    let broken: [fn(&mut StepResults); 6] = [
-        |results| results.statuses.truncate(1),
-        |results| results.token_offsets.truncate(2),
-        |results| results.token_ids.truncate(1),
-        |results| results.token_offsets[1] = 0,
-        |results| results.token_ids[0] = 1_000,
-        |results| results.logprob_offsets = vec![0, 1, 2],
-    ];
-    for damage in broken {
-        let mut results = good.clone();
-        damage(&mut results);
-        let step = harness.plan.step;
-        let error = harness
-            .engine
-            .commit(harness.now, step, &results)
-            .unwrap_err();
-        assert_eq!(error.code(), "invalid_step_result");
-        harness.engine.audit().unwrap();
-    }
-    assert!(harness.engine.commit(harness.now, 99, &good).is_err());
-    harness.commit();
-    harness.run_to_end();
-    assert_eq!(harness.engine.metrics().finished, 2);
 }
 
 #[test]
