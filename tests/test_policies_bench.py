@@ -74,8 +74,9 @@ def test_every_experiment_runs(experiment, files, capsys):
     for key in ("profile", "pool", "trace", "load", "seed", "limits"):
         assert state[key]
     assert state["seed"] == "7"
-    assert any(key.startswith("bound (") for key in state)
-    rows = [row for table in content["tables"] for row in table["rows"]]
+    tables = {table["title"]: table["rows"] for table in content["tables"]}
+    assert all(row["by"] for row in tables["What bound"])
+    rows = [row for table in tables.values() for row in table]
     assert any(isinstance(value, float) and value > 0 for row in rows for value in row.values())
 
 
@@ -195,6 +196,11 @@ def test_a_wrong_trace_is_told_by_line_and_column(tmp_path, lines, message, caps
     error = capsys.readouterr().err
     assert message in error
     assert str(path) in error
+
+
+def test_a_flood_needs_clients(files, capsys):
+    assert policies.main(arguments("flood", (files[1], files[1]))) == 2
+    assert "lengths has no clients (column class)" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path, capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class Report:
     def text(self) -> str:
         """Tables for a terminal."""
         lines = [self.title, *(f"  {key}: {value}" for key, value in self.state.items())]
-        for table in self._all_tables():
+        for table in [*self.tables, *self._check_table()]:
             cells = [table.header, *([_shown(cell) for cell in row] for row in table.rows)]
             widths = [max(len(row[at]) for row in cells) for at in range(len(table.header))]
             lines += ["", table.title]
@@ -67,7 +67,7 @@ class Report:
         """Make a section of a page that lies beside the folder ``pictures``."""
         state = "; ".join(f"{key} {value}" for key, value in self.state.items())
         lines = [f"## {self.title}", "", f"Conditions: {state}."]
-        for table in self._all_tables():
+        for table in [*self._check_table(), *self.tables]:
             lines += ["", f"{table.title}:", "", _row(table.header)]
             lines.append(_row(["---", *["---:"] * (len(table.header) - 1)]))
             lines += [_row([_shown(cell) for cell in row]) for row in table.rows]
@@ -88,11 +88,9 @@ class Report:
         content = {"experiment": self.name, "state": self.state, "tables": tables, "checks": checks}
         return json.dumps(content, indent=2, allow_nan=False)
 
-    def _all_tables(self) -> Iterable[Table]:
-        yield from self.tables
-        if self.checks:
-            rows = [(c.claim, c.value, "yes" if c.holds else "NO") for c in self.checks]
-            yield Table("What must be shown", ("claim", "measured", "holds"), rows)
+    def _check_table(self) -> list[Table]:
+        rows = [(c.claim, c.value, "yes" if c.holds else "NO") for c in self.checks]
+        return [Table("What must be shown", ("claim", "measured", "holds"), rows)] if rows else []
 
 
 def _named(header: Header, row: Sequence[Cell]) -> dict[str, Cell]:
@@ -113,11 +111,10 @@ def _shown(cell: Cell) -> str:
     return f"{cell:,}" if isinstance(cell, int) else cell
 
 
-def state_of(bench: Bench, runs: Sequence[Run], **more: str) -> dict[str, str]:
-    """Conditions under which the runs were made, and what bound them."""
-    profile = bench.profile
+def state_of(bench: Bench, run: Run, **more: str) -> dict[str, str]:
+    """Conditions under which a run was made."""
+    profile, settings = bench.profile, run.settings
     noise = f"noise sigma {profile.cost.noise_sigma:g}"
-    settings = runs[0].settings
     return {
         "profile": f"{profile.name}, {noise}",
         "pool": f"{profile.num_kv_blocks:,} blocks of {settings.block_size}",
@@ -131,8 +128,12 @@ def state_of(bench: Bench, runs: Sequence[Run], **more: str) -> dict[str, str]:
             f"prefix cache {'on' if settings.enable_prefix_caching else 'off'}"
         ),
         **more,
-        **{f"bound ({run.label})": measures.bound_by(run) for run in runs},
     }
+
+
+def _bound_table(runs: Sequence[Run]) -> Table:
+    """Say what bound each run."""
+    return Table("What bound", ("run", "by"), [[run.label, measures.bound_by(run)] for run in runs])
 
 
 _LATENCIES = (
@@ -156,7 +157,7 @@ def latencies(title: str, runs: Sequence[Run], chosen: Sequence[Mask] | None = N
     return Table(title, ("latency", "run", "p50", "p95", "p99"), rows)
 
 
-def engine_table(runs: Sequence[Run]) -> Table:
+def _engine_table(runs: Sequence[Run]) -> Table:
     """What the engine did: throughput, batches, iterations, preemptions."""
     header = (
         *("run", "tokens/s", "batch", "padded", "iterations", "mean ms", "sd ms", "p99 ms"),
@@ -184,7 +185,7 @@ def engine_table(runs: Sequence[Run]) -> Table:
     return Table("Engine", header, rows)
 
 
-def outcome_table(runs: Sequence[Run]) -> Table:
+def _outcome_table(runs: Sequence[Run]) -> Table:
     """How requests went; everything but ``stop`` and ``length`` counts against goodput."""
     counts = [measures.outcomes(run) for run in runs]
     names = sorted({name for count in counts for name in count})
@@ -193,6 +194,11 @@ def outcome_table(runs: Sequence[Run]) -> Table:
         for run, count in zip(runs, counts, strict=True)
     ]
     return Table("Outcomes (requests)", ["run", *names], rows)
+
+
+def engine_tables(runs: Sequence[Run]) -> list[Table]:
+    """What bound, what the engine did, and how requests went."""
+    return [_bound_table(runs), _engine_table(runs), _outcome_table(runs)]
 
 
 def write_section(page: Path, report: Report, pictures: str) -> None:

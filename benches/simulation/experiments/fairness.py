@@ -16,7 +16,7 @@ from chairlift.simulation import Floats, Options, Workload
 from simulation.bench import ABORT_SHARE, Bench, Run
 from simulation.measures import jain, throughput
 from simulation.pictures import Picture, Series
-from simulation.report import Cell, Check, Report, Table, engine_table, outcome_table, state_of
+from simulation.report import Cell, Check, Report, Table, engine_tables, state_of
 from simulation.traces import Trace
 
 ROWS = 64
@@ -47,7 +47,7 @@ def run(bench: Bench) -> Report:
         "Fairness",
         state_of(
             bench,
-            [fair, fcfs],
+            fair,
             backlogged=(
                 f"{ROWS} rows, {bench.iterations:,} iterations, prompts of {INPUT[0]} "
                 f"to {INPUT[1]} and answers of {OUTPUT[0]} to {OUTPUT[1]} tokens"
@@ -68,7 +68,7 @@ def run(bench: Bench) -> Report:
     report.checks.append(Check(claim, f"{index:.4f}", index >= 0.99))
     _check_newcomer(report, newcomer, came_s)
     _check_trace(report, bench, trace, fair, fcfs)
-    report.tables += [engine_table(runs), outcome_table(runs)]
+    report.tables += engine_tables(runs)
     report.pictures.append(_picture(newcomer, came_s))
     return report
 

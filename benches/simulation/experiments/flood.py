@@ -21,9 +21,8 @@ from simulation.report import (
     Check,
     Report,
     Table,
-    engine_table,
+    engine_tables,
     latencies,
-    outcome_table,
     state_of,
 )
 from simulation.traces import Trace
@@ -32,8 +31,6 @@ from simulation.traces import Trace
 def run(bench: Bench) -> Report:
     """Compare fair sharing and FCFS with the equal-share runs, victim by victim."""
     trace = bench.trace
-    if trace.tenant is None or len(trace.tenants) < 2:
-        raise ValueError(f"{trace.name} has no clients (column class); flood needs at least two")
     flood = _Flood(bench, trace)
     fair = flood.serve("fair", PolicyConfig(sharing="fair"))
     fcfs = flood.serve("fcfs", PolicyConfig())
@@ -62,12 +59,11 @@ def run(bench: Bench) -> Report:
     report = Report(
         "flood",
         "A flood",
-        state_of(bench, runs, flooder=flooder),
+        state_of(bench, fair, flooder=flooder),
         [
             latencies("Latencies of all clients but the flooder", runs, everybody),
             Table("p99 TTFT of each of them", header, rows),
-            engine_table(runs),
-            outcome_table(runs),
+            *engine_tables(runs),
         ],
     )
     for reading, ratios in zip(("equal part", "max-min"), np.transpose(excess), strict=True):
@@ -86,7 +82,8 @@ class _Flood:
     """The trace at its load, and cuts of it."""
 
     def __init__(self, bench: Bench, trace: Trace) -> None:
-        assert trace.tenant is not None
+        if trace.tenant is None or len(trace.tenants) < 2:
+            raise ValueError(f"{trace.name} has no clients (column class); a flood needs two")
         self.bench, self.trace, self.tenant = bench, trace, trace.tenant
         cost = trace.input_tokens + 2.0 * trace.output_tokens
         self.loads: Floats = np.bincount(self.tenant, cost, len(trace.tenants))

@@ -9,7 +9,7 @@ from chairlift.config import JoinConfig, PolicyConfig
 from simulation.bench import Bench
 from simulation.measures import e2e, everyone, percentile, ttft
 from simulation.pictures import Picture, cdf
-from simulation.report import Check, Report, engine_table, latencies, outcome_table, state_of
+from simulation.report import Check, Report, engine_tables, latencies, state_of
 
 WINDOW = JoinConfig(size=64, delay=0.1)
 POLICIES = {
@@ -34,11 +34,11 @@ def run(bench: Bench) -> Report:
         "Head-of-line blocking",
         state_of(
             bench,
-            [runs["continuous"], runs["static"], runs["window"]],
+            runs["continuous"],
             window=window,
             baselines="a token budget for whole batches of prompts",
         ),
-        [latencies("Latencies", every), engine_table(every), outcome_table(every)],
+        [latencies("Latencies", every), *engine_tables(every)],
     )
 
     def p99(label: str, measure: type(ttft)) -> float:

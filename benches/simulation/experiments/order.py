@@ -10,9 +10,8 @@ from simulation.report import (
     Cell,
     Report,
     Table,
-    engine_table,
+    engine_tables,
     latencies,
-    outcome_table,
     state_of,
 )
 
@@ -32,12 +31,11 @@ def run(bench: Bench) -> Report:
     return Report(
         "order",
         "Order within a flow",
-        state_of(bench, runs, ageing=f"{PolicyConfig().ageing:g}"),
+        state_of(bench, runs[0], ageing=f"{PolicyConfig().ageing:g}"),
         [
             Table("Order", header, rows),
             latencies("Latencies", runs),
-            engine_table(runs),
-            outcome_table(runs),
+            *engine_tables(runs),
         ],
         pictures=[
             Picture(

@@ -22,9 +22,8 @@ from simulation.report import (
     Check,
     Report,
     Table,
-    engine_table,
+    engine_tables,
     latencies,
-    outcome_table,
     state_of,
 )
 
@@ -76,12 +75,11 @@ def run(bench: Bench) -> Report:
     report = Report(
         "overload",
         "Overload",
-        state_of(bench, every, targets=targets),
+        state_of(bench, every[0], targets=targets),
         [
             Table("Goodput (all requests count, served or not)", header, rows),
             latencies("Latencies of those that were served", every),
-            engine_table(every),
-            outcome_table(every),
+            *engine_tables(every),
         ],
     )
     _check(report, runs)

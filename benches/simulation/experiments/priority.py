@@ -22,9 +22,8 @@ from simulation.report import (
     Check,
     Report,
     Table,
-    engine_table,
+    engine_tables,
     latencies,
-    outcome_table,
     state_of,
 )
 
@@ -67,12 +66,11 @@ def run(bench: Bench) -> Report:
     report = Report(
         "priority",
         "Priority",
-        state_of(bench, every, batch=batch),
+        state_of(bench, every[0], batch=batch),
         [
             Table("Priority", header, rows),
             latencies("Latencies of interactive requests", every, masks),
-            engine_table([*every, *ageing.values()]),
-            outcome_table([*every, *ageing.values()]),
+            *engine_tables([*every, *ageing.values()]),
             _ageing_table(ageing),
         ],
     )

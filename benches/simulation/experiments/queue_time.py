@@ -25,9 +25,8 @@ from simulation.report import (
     Check,
     Report,
     Table,
-    engine_table,
+    engine_tables,
     latencies,
-    outcome_table,
     state_of,
 )
 
@@ -80,12 +79,11 @@ def run(bench: Bench) -> Report:
     report = Report(
         "queue-time",
         "Maximum queue time",
-        state_of(bench, every, batch=batch),
+        state_of(bench, every[0], batch=batch),
         [
             Table("Queue time of those that were scheduled", header, rows),
             latencies("Latencies", every, masks),
-            engine_table(every),
-            outcome_table(every),
+            *engine_tables(every),
         ],
     )
     _check_expire(report, runs["expire"])

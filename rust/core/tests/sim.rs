@@ -5,11 +5,13 @@ use std::ops::ControlFlow;
 
 use chairlift_core::Engine;
 use chairlift_core::config::Settings;
-use chairlift_core::config::policy::{ClassSettings, Policy};
+use chairlift_core::config::policy::{
+    ClassSettings, Join, OnTimeout, Order, Policy, Price, Sharing,
+};
 use chairlift_core::request::Finish;
 use chairlift_core::sim::{
-    Cause, CostProfile, IterationView, Outcome, Random, SimConfig, SimError, SimOutcome,
-    SimRequest, Workload, capacity, simulate,
+    Cause, CostProfile, GapProbe, IterationView, Outcome, Random, Record, SimConfig, SimError,
+    SimOutcome, SimRequest, Workload, capacity, simulate,
 };
 
 fn to_the_end(_: &Engine, _: &IterationView<'_>) -> ControlFlow<()> {
@@ -390,6 +392,103 @@ fn timers_fire_in_the_middle_of_a_step() {
         .iter()
         .map(|record| record.first_scheduled_us);
     assert!(scheduled.eq([Some(0), None, None]));
+}
+
+/// Policies that differ in one thing each.
+fn policies() -> Vec<Policy> {
+    let with = |change: fn(&mut Policy)| {
+        let mut policy = Policy::default();
+        change(&mut policy);
+        policy
+    };
+    vec![
+        with(|policy| policy.sharing = Sharing::Fair),
+        with(|policy| {
+            policy.sharing = Sharing::Fair;
+            policy.price = Price::DeviceTime;
+        }),
+        with(|policy| policy.order = Order::Shortest),
+        with(|policy| policy.order = Order::Footprint),
+        with(|policy| policy.join = Join::Static),
+        with(|policy| {
+            policy.join = Join::Window {
+                size: 8,
+                delay_us: 100_000,
+            }
+        }),
+        with(|policy| policy.classes[0].max_queue_time_us = Some(500_000)),
+        with(|policy| {
+            policy.classes[0].max_queue_time_us = Some(500_000);
+            policy.classes[0].on_timeout = OnTimeout::Promote;
+        }),
+        with(|policy| policy.classes[0].ttft_target_us = Some(700_000)),
+    ]
+}
+
+#[test]
+fn under_every_policy_the_books_agree_and_everybody_has_an_end() {
+    let (config, workload) = crowd(7);
+    for policy in policies() {
+        let told = format!("{policy:?}");
+        let config = SimConfig {
+            settings: Settings {
+                policy,
+                ..config.settings.clone()
+            },
+            ..config.clone()
+        };
+        let outcome = simulate(&config, &workload, |engine, view| {
+            engine.audit().expect("consistent books");
+            let tenants = view.services.tenants().iter();
+            let waiting: u32 = tenants.map(|tenant| tenant.waiting).sum();
+            assert_eq!(u64::from(waiting), engine.metrics().queued, "{told}");
+            ControlFlow::Continue(())
+        });
+        let outcome = outcome.expect("a simulation that can be");
+        let open = |record: &&Record| record.outcome == Outcome::Unfinished;
+        assert_eq!(outcome.records.iter().find(open), None, "{told}");
+        let served = outcome
+            .records
+            .iter()
+            .filter(|record| record.output_tokens > 0);
+        assert!(served.count() > 50, "{told}");
+    }
+}
+
+#[test]
+fn fair_queuing_keeps_its_bound_at_every_iteration() {
+    let gap = |sharing| {
+        let (config, workload) = crowd(8);
+        let mut workload = workload;
+        for request in &mut workload.requests {
+            // One tenant asks for far more.
+            request.tenant = u32::from(request.input_tokens > 280);
+        }
+        let settings = Settings {
+            policy: Policy {
+                sharing,
+                ..Policy::default()
+            },
+            max_queued_requests: 1_000,
+            ..config.settings.clone()
+        };
+        let pool_tokens = f64::from(settings.num_kv_blocks * settings.block_size);
+        let config = SimConfig { settings, ..config };
+        let mut probe = GapProbe::new(vec![1.0, 1.0], |tenant| tenant.priced_tokens);
+        let bound = 2.0 * f64::max(300.0, 2.0 * pool_tokens);
+        simulate(&config, &workload, |_, view| {
+            let gap = probe.observe(view.services);
+            assert!(
+                sharing == Sharing::Fcfs || gap <= bound,
+                "{gap} over {bound}"
+            );
+            ControlFlow::Continue(())
+        })
+        .expect("a simulation that can be");
+        probe.max_gap()
+    };
+    let (fair, fcfs) = (gap(Sharing::Fair), gap(Sharing::Fcfs));
+    assert!(0.0 < fair && 2.0 * fair < fcfs, "fair {fair}, fcfs {fcfs}");
 }
 
 #[test]
