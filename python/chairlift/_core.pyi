@@ -1,6 +1,6 @@
 """The Rust extension. Kept by hand; ``make check`` compares it with the module (mypy.stubtest)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self, final
 
 import numpy as np
@@ -13,6 +13,7 @@ from chairlift.engine_args import CoreSettings
 from chairlift.executor import Executor
 from chairlift.request_args import RequestArgs
 from chairlift.sampling import SamplingParams
+from chairlift.simulation import CostProfile, Options, Workload
 
 @final
 class Request:
@@ -156,6 +157,23 @@ class EngineCore:
 def time_bounds() -> list[float]: ...
 def check_settings(settings: CoreSettings) -> None: ...
 def check_policy(policy: PolicyConfig) -> None: ...
+
+# Simulator
+
+def simulate(
+    settings: CoreSettings,
+    profile: CostProfile,
+    workload: Workload,
+    options: Options,
+    progress: Callable[[int], object] | None = None,
+) -> dict[str, Any]: ...
+def capacity(
+    settings: CoreSettings,
+    profile: CostProfile,
+    workload: Workload,
+    options: Options,
+    progress: Callable[[int], object] | None = None,
+) -> float | None: ...
 
 # Kernels
 

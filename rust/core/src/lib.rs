@@ -16,7 +16,10 @@
 //!    strings ([`text`]). Who is finished leaves at once; its memory serves the next iteration.
 //! 7. [`Engine::outputs`] holds what the clients want to know, one batch an iteration ([`output`]).
 //!
-//! Modules use only what stands below them: engine, iteration, waiting, memory, and the ground floor
+//! [`sim`] drives all this under a virtual clock, to see what a policy does before anybody is served by
+//! it.
+//!
+//! Modules use only what stands below them: sim, engine, iteration, waiting, memory, and the ground floor
 //! (config, error, request, output, text, metrics).
 #![forbid(unsafe_code)]
 
@@ -29,6 +32,7 @@ pub mod metrics;
 pub mod output;
 pub mod predict;
 pub mod request;
+pub mod sim;
 pub mod text;
 pub mod waiting;
 

@@ -45,7 +45,8 @@ struct SettingsView {
     max_in_flight_steps: u32,
 }
 
-fn read_settings(settings: &Bound<'_, PyAny>) -> PyResult<Settings> {
+/// Reads an object with the attributes of `chairlift.engine_args.CoreSettings`.
+pub fn read_settings(settings: &Bound<'_, PyAny>) -> PyResult<Settings> {
     let policy = read_policy(&settings.getattr("policy")?)?;
     let view: SettingsView = settings.extract()?;
     Ok(Settings {

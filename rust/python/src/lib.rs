@@ -5,6 +5,8 @@
 //! memory that both can see (`plan_memory`, `plan_views`), results come back as arrays (`step_result`),
 //! and clients take everything an iteration has to say in one batch (`delivery`, `batch`, `client`).
 //!
+//! Beside all that, `simulate` runs the core under a virtual clock.
+//!
 //! No Python call and no drop of a Python object happens under a lock.
 
 mod batch;
@@ -25,6 +27,8 @@ mod record;
 mod request;
 mod sampler;
 mod scheduler_thread;
+mod sim_arrays;
+mod simulate;
 mod step_result;
 
 /// The extension module.
@@ -47,4 +51,6 @@ mod _core {
     use crate::request::Request;
     #[pymodule_export]
     use crate::sampler::Sampler;
+    #[pymodule_export]
+    use crate::simulate::{capacity, simulate};
 }
