@@ -7,7 +7,7 @@ use crate::config::policy::Policy;
 use crate::config::{Limits, Settings, Vocabulary};
 use crate::error::{CommitError, ConfigError, SubmitError};
 use crate::iteration::commit::{Commit, StepResults, remove_ended};
-use crate::iteration::join::window_end;
+use crate::iteration::join::{Padding, leaves_together, window_end};
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::StepPlan;
@@ -268,6 +268,21 @@ impl Engine {
     /// What each tenant's flows were served.
     pub fn shares(&self) -> impl Iterator<Item = Share<'_>> {
         self.ledger.shares()
+    }
+
+    /// Rows that are padding: none where newcomers join at every iteration.
+    pub fn padding(&self) -> Padding {
+        let mut padding = Padding::default();
+        if leaves_together(self.ledger.rules.policy().join) {
+            for key in &self.lane.running {
+                let sequence = &self.ledger.sequences[key.0];
+                if sequence.finished.is_some() {
+                    padding.sequences += 1;
+                    padding.context_tokens += u64::from(sequence.num_tokens());
+                }
+            }
+        }
+        padding
     }
 
     /// Counters and gauges.

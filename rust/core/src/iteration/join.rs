@@ -19,6 +19,16 @@ pub(crate) struct Situation {
     pub(crate) oldest_arrival: Option<Time>,
 }
 
+/// Sequences that are done and stay until all of their batch are: a batcher that cannot let them go
+/// computes their rows all the same.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Padding {
+    /// How many.
+    pub sequences: u32,
+    /// Sum of their lengths.
+    pub context_tokens: u64,
+}
+
 /// Whether a batch may be formed or joined now.
 pub(crate) fn may_join(join: Join, situation: Situation, now: Time) -> bool {
     match join {

@@ -63,7 +63,6 @@ pub(crate) fn choose_victims_below(
 ) -> Option<Vec<SequenceKey>> {
     let may_go = |sequence: &Sequence| {
         sequence.level > level
-            && !sequence.is_protected()
             && sequence.finished.is_none()
             && sequence.joined_at_step < lane.step.number + 1
             && preemptions(ledger, sequence) < MAX_PREEMPTIONS
@@ -76,6 +75,7 @@ pub(crate) fn choose_victims_below(
         .collect();
     candidates.sort_by_key(|(_, sequence)| {
         (
+            sequence.is_protected(),
             Reverse(sequence.level),
             sequence.num_computed_tokens,
             Reverse(sequence.arrival),

@@ -104,7 +104,9 @@ impl Ledger {
         if standing == Standing::BestEffort {
             return dues;
         }
-        if let Some(most) = self.rules.policy().max_level_wait_us {
+        // Nobody of the highest level waits behind a higher one.
+        let ages = self.rules.policy().max_level_wait_us;
+        if let Some(most) = ages.filter(|_| waiting.fresh.level > 0) {
             dues.push((after(most), Due::Promote));
         }
         let target = class.ttft_target_us.map(after);

@@ -1,5 +1,6 @@
 //! What an iteration costs.
 
+use crate::iteration::join::Padding;
 use crate::iteration::plan::StepPlan;
 use crate::sim::SimError;
 use crate::sim::random::Random;
@@ -10,7 +11,8 @@ use crate::sim::random::Random;
 /// t0 + t_seq * sequences + max(t_w, t_tok * tokens) + t_ctx * (sum of the decodes' contexts)
 ///    + t_pair * (sum over prefill chunks of chunk * (context before + chunk / 2))
 /// ```
-/// times lognormal noise. The maximum is the roofline of the linear layers: reading the weights, or
+/// times lognormal noise. A sequence that is done and stays until all of its batch are (static
+/// batching) costs what a decode costs: its row is computed all the same. The maximum is the roofline of the linear layers: reading the weights, or
 /// the arithmetic of the tokens, whichever takes longer; the last two terms are attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CostProfile {
@@ -47,12 +49,11 @@ impl CostProfile {
     /// The same with a small pool.
     pub const GPU_8B_SMALL_BLOCKS: u32 = 4_000;
 
-    /// Seconds that the plan's iteration takes without noise.
-    pub fn seconds(&self, plan: &StepPlan) -> f64 {
-        let contexts: i64 = plan.seq_lens[..plan.num_decodes]
-            .iter()
-            .map(|&context| i64::from(context))
-            .sum();
+    /// Seconds that the plan's iteration takes without noise, with rows beside it that are padding.
+    pub fn seconds(&self, plan: &StepPlan, padding: Padding) -> f64 {
+        let decodes = plan.seq_lens[..plan.num_decodes].iter();
+        let contexts = decodes.map(|&context| context as u64).sum::<u64>() + padding.context_tokens;
+        let padded = padding.sequences as usize;
         let pairs: f64 = (plan.num_decodes..plan.num_seqs())
             .map(|at| {
                 let chunk = plan.query_start_loc[at + 1] - plan.query_start_loc[at];
@@ -61,20 +62,22 @@ impl CostProfile {
             })
             .sum();
         self.t0_s
-            + self.t_seq_s * plan.num_seqs() as f64
-            + self.t_w_s.max(self.t_tok_s * plan.num_tokens() as f64)
+            + self.t_seq_s * (plan.num_seqs() + padded) as f64
+            + self
+                .t_w_s
+                .max(self.t_tok_s * (plan.num_tokens() + padded) as f64)
             + self.t_ctx_s * contexts as f64
             + self.t_pair_s * pairs
     }
 
     /// Microseconds that the plan's iteration takes, noise included; at least 1.
-    pub(crate) fn duration_us(&self, plan: &StepPlan, noise: &mut Random) -> u64 {
+    pub(crate) fn duration_us(&self, plan: &StepPlan, padding: Padding, noise: &mut Random) -> u64 {
         let factor = if self.noise_sigma > 0.0 {
             (self.noise_sigma * noise.normal()).exp()
         } else {
             1.0
         };
-        ((self.seconds(plan) * factor * 1e6).round() as u64).max(1)
+        ((self.seconds(plan, padding) * factor * 1e6).round() as u64).max(1)
     }
 
     /// Checks that time is a finite number and never runs backwards.

@@ -222,9 +222,11 @@ impl<'a> World<'a> {
             self.row_requests[*row as usize] = ints[1] as u32;
         }
         let metrics = self.engine.metrics();
+        let padding = self.engine.padding();
+        let profile = &self.config.profile;
         let iteration = Iteration {
             start_us: self.now_us,
-            duration_us: self.config.profile.duration_us(plan, &mut self.noise),
+            duration_us: profile.duration_us(plan, padding, &mut self.noise),
             num_decodes: plan.num_decodes as u32,
             prefill_tokens: (plan.num_tokens() - plan.num_decodes) as u32,
             sequences: plan.num_seqs() as u32,
