@@ -9,7 +9,9 @@ import pytest
 
 from chairlift import (
     LLM,
+    TIME_BOUNDS,
     AsyncEngine,
+    ClassConfig,
     Config,
     InvalidRequestError,
     OverloadedError,
@@ -18,6 +20,7 @@ from chairlift import (
     QueueTimeoutError,
     RateLimitError,
     SamplingParams,
+    TenantConfig,
     TryLaterError,
 )
 from chairlift.config_file import engine_args
@@ -327,3 +330,50 @@ def test_a_stream_raises_what_became_of_its_request():
 async def collect(engine, prompt, request_class):
     stream = engine.generate(prompt, SamplingParams(max_tokens=2), request_class=request_class)
     return [delta async for delta in stream]
+
+
+def test_why_a_request_waits_and_what_became_of_all(held):
+    tenants = {"a": TenantConfig(weight=3), "b": TenantConfig()}
+    config = Config(
+        policy=PolicyConfig(
+            sharing="fair",
+            tenants=tenants,
+            classes=(ClassConfig("chat"), ClassConfig("bulk", level=-1)),
+        )
+    )
+    engine, executor = held(config)
+    first = submit(engine, "one", tenant="a", request_class="chat")
+    second = submit(engine, "two", tenant="b", request_class="bulk")
+    reason, times = engine.client.waiting(second)
+    assert reason == "budget"  # a step is running; nobody has been turned away yet
+    assert times.keys() == {"slots", "memory", "budget", "fairness", "rate", "window"}
+    executor.release()
+    ended = ends_of(engine, first, second)
+    assert engine.client.waiting(second) is None
+    waited = ended[second].wait_times
+    queue_time = ended[second].first_scheduled_time - ended[second].arrival_time
+    assert sum(waited.values()) == pytest.approx(queue_time, abs=1e-5)
+    assert waited["slots"] > 0  # there is one row, and it was taken
+    groups = engine.client.group_metrics()
+    chat, bulk = groups["classes"]["chat"], groups["classes"]["bulk"]
+    assert (chat["accepted"], chat["finished"]) == (2, 2)  # with the one that kept it busy
+    assert (bulk["accepted"], bulk["finished"], bulk["prompt_tokens"]) == (1, 1, 3)
+    assert sum(bulk["queue_time"]["counts"]) == 1
+    assert bulk["queue_time"]["sum"] == pytest.approx(queue_time, abs=1e-5)
+    assert len(bulk["ttft"]["counts"]) == len(TIME_BOUNDS) + 1
+    tenant = groups["tenants"]["a"]
+    assert (tenant["weight"], tenant["running"], tenant["queued"]) == (3.0, 0, 0)
+    # Three prompt tokens at 1, two output tokens at 2.
+    assert tenant["served"] == pytest.approx(7.0)
+
+
+def ends_of(engine, *ids):
+    """What the core says at the end of each of these requests."""
+    ended = {}
+    deadline = time.monotonic() + 30
+    while not ended.keys() >= set(ids):
+        assert time.monotonic() < deadline
+        batch = engine.client.wait(1.0)
+        for end in batch.ended() if batch is not None else ():
+            ended[end.request_id] = end
+    return ended

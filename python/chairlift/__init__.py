@@ -30,7 +30,14 @@ if TYPE_CHECKING:
         TryLaterError,
     )
     from chairlift.llm import LLM
-    from chairlift.outputs import CompletionOutput, Delta, Logprob, RequestOutput, RequestStats
+    from chairlift.outputs import (
+        TIME_BOUNDS,
+        CompletionOutput,
+        Delta,
+        Logprob,
+        RequestOutput,
+        RequestStats,
+    )
     from chairlift.sampling import SamplingParams
 
 # Loaded when first asked for: importing chairlift costs next to nothing.
@@ -60,12 +67,14 @@ _HOMES = {
     "RequestStats": "outputs",
     "SamplingParams": "sampling",
     "SheddingConfig": "config",
+    "TIME_BOUNDS": "outputs",
     "TenantConfig": "config",
     "TryLaterError": "errors",
 }
 
 __all__ = [
     "LLM",
+    "TIME_BOUNDS",
     "AsyncEngine",
     "ChairliftError",
     "ClassConfig",

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from chairlift import _core
 from chairlift.config_file import engine_args
@@ -303,6 +303,30 @@ class AsyncEngine:
             EngineDeadError: the engine has ended.
         """
         return self._client.metrics()
+
+    def group_metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Counters and histograms: ``{"classes": {name: {...}}, "tenants": {name: {...}}}``.
+
+        A histogram is ``{"counts": [...], "sum": seconds}``, with the buckets of
+        ``chairlift.TIME_BOUNDS``. ``served`` is priced service, in units of the price.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        return self._client.group_metrics()
+
+    def waiting(self, request_id: int) -> tuple[str, dict[str, float]] | None:
+        """Why a request waits, and for how many seconds it has waited for what.
+
+        Reasons: ``slots``, ``memory``, ``budget``, ``fairness`` (others that came later went
+        ahead), ``rate`` (its tenant's quota or running answers), ``window`` (its batch is not
+        formed).
+        ``None`` if it was scheduled or is not live.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        return self._client.waiting(request_id)
 
     async def shutdown(self) -> None:
         """Stop the engine; idempotent, from any loop.

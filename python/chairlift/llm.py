@@ -169,6 +169,30 @@ class LLM:
         """
         return self._engine.client.metrics()
 
+    def group_metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Counters and histograms: ``{"classes": {name: {...}}, "tenants": {name: {...}}}``.
+
+        A histogram is ``{"counts": [...], "sum": seconds}``, with the buckets of
+        ``chairlift.TIME_BOUNDS``. ``served`` is priced service, in units of the price.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        return self._engine.client.group_metrics()
+
+    def waiting(self, request_id: int) -> tuple[str, dict[str, float]] | None:
+        """Why a request waits, and for how many seconds it has waited for what.
+
+        Reasons: ``slots``, ``memory``, ``budget``, ``fairness`` (others that came later went
+        ahead), ``rate`` (its tenant's quota or running answers), ``window`` (its batch is not
+        formed).
+        ``None`` if it was scheduled or is not live.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        return self._engine.client.waiting(request_id)
+
     def shutdown(self) -> None:
         """Stop the engine; idempotent. Requests that are running end as aborted."""
         self._engine.shutdown()

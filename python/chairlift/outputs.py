@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from chairlift import _core
 from chairlift.errors import (
     ChairliftError,
     EngineDeadError,
@@ -14,10 +14,6 @@ from chairlift.errors import (
     RequestFailedError,
     TryLaterError,
 )
-
-if TYPE_CHECKING:
-    from chairlift import _core
-
 
 _GIVEN_UP: dict[str, type[TryLaterError]] = {
     "queue_timeout": QueueTimeoutError,
@@ -40,6 +36,9 @@ class Logprob:
     """Its text, by itself."""
 
 
+TIME_BOUNDS: tuple[float, ...] = tuple(_core.time_bounds())
+"""Upper bounds of the buckets of ``group_metrics()``, in seconds; the last bucket has none."""
+
 PositionLogprobs = dict[int, Logprob]
 """Candidates for one position by token id: the one that is there first, then the best."""
 
@@ -60,6 +59,11 @@ class RequestStats:
     num_preemptions: int
     num_answers: int = 1
     """The request's ``n``."""
+    predicted_ttft: float | None = None
+    """Seconds to the first token that the gate predicted; ``None`` before anything was measured."""
+    wait_times: Mapping[str, float] = field(default_factory=dict)
+    """Seconds for which it waited for ``slots``, ``memory``, ``budget``, ``fairness``, ``rate`` and
+    ``window`` before it was scheduled; together the queue time."""
 
     @classmethod
     def from_core(cls, ended: _core.Ended, num_answers: int) -> RequestStats:
@@ -74,6 +78,8 @@ class RequestStats:
             num_output_tokens=ended.num_output_tokens,
             num_preemptions=ended.num_preemptions,
             num_answers=num_answers,
+            predicted_ttft=ended.predicted_ttft,
+            wait_times=ended.wait_times,
         )
 
     @property

@@ -7,9 +7,11 @@ use std::sync::Arc;
 use chairlift_core::output::{Event, Output, TokenLogprob};
 use chairlift_core::request::{Finish, RequestStats, Time};
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use pyo3::types::PyList;
 
 use crate::delivery::{Delivery, Outbox};
+use crate::groups::wait_times;
 use crate::numpy::{Kind, Plain, copied};
 
 /// A delivery whose memory goes back to the outbox when nobody looks at it any more.
@@ -366,6 +368,18 @@ impl Ended {
     #[getter]
     fn num_preemptions(&self) -> u32 {
         self.stats.num_preemptions
+    }
+
+    /// Seconds to the first token that the gate predicted; `None` if nothing was measured yet.
+    #[getter]
+    fn predicted_ttft(&self) -> Option<f64> {
+        self.stats.predicted_ttft_us.map(|us| us as f64 / 1e6)
+    }
+
+    /// Seconds for which it waited for what before it was scheduled.
+    #[getter]
+    fn wait_times<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        wait_times(py, self.stats.waits)
     }
 }
 

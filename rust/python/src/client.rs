@@ -20,6 +20,7 @@ use crate::batch::OutputBatch;
 use crate::command::{Command, Reply};
 use crate::delivery::{Outbox, Status, Until};
 use crate::errors::{Refusal, misuse};
+use crate::groups::wait_times;
 use crate::policy::read_policy;
 use crate::request::{Request, RequestArgsView};
 
@@ -139,9 +140,9 @@ impl EngineClient {
         let Some(reservation) = reservation else {
             let named = request.named(self.line.fresh_id(), self.line.now());
             let id = named.1.id.0;
-            let many = |reply| Command::SubmitMany(vec![named], reply);
-            let (_, refusal) = self.line.ask(py, many)?;
-            return refusal.map_or(Ok(id), |refusal| Err(refusal.into()));
+            let at_once = |reply| Command::SubmitAtOnce(Box::new(named), reply);
+            self.line.ask(py, at_once)??;
+            return Ok(id);
         };
         let id = reservation.ticket.id;
         let (ticket, named) = request.named(id, self.line.now());
@@ -169,8 +170,8 @@ impl EngineClient {
             .map(|request| request.named(self.line.fresh_id(), now))
             .collect();
         let mut ids: Vec<u64> = named.iter().map(|(ticket, _)| ticket.id.0).collect();
-        let many = |reply| Command::SubmitMany(named, reply);
-        let (taken, refusal) = self.line.ask(py, many)?;
+        let feed = |reply| Command::Feed(named, reply);
+        let (taken, refusal) = self.line.ask(py, feed)?;
         ids.truncate(taken);
         match refusal {
             Some(refusal) if taken == 0 && !refusal.is_full_queue() => Err(refusal.into()),
@@ -270,6 +271,25 @@ impl EngineClient {
     /// Counters and gauges.
     fn metrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.line.ask(py, Command::Metrics)?.to_dict(py)
+    }
+
+    /// Counters and histograms by class and by tenant, and what each tenant was served.
+    fn group_metrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.line.ask(py, Command::Groups)?.to_dict(py)
+    }
+
+    /// Why a request waits now, and for how many seconds it has waited for what; `None` if it was
+    /// scheduled or is not live.
+    fn waiting<'py>(
+        &self,
+        py: Python<'py>,
+        request_id: u64,
+    ) -> PyResult<Option<(&'static str, Bound<'py, PyDict>)>> {
+        let ask = |reply| Command::Wait(RequestId(request_id), reply);
+        match self.line.ask(py, ask)? {
+            None => Ok(None),
+            Some(wait) => Ok(Some((wait.reason, wait_times(py, wait.times)?))),
+        }
     }
 }
 

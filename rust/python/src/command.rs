@@ -14,6 +14,7 @@ use chairlift_core::iteration::plan::StepPlan;
 use chairlift_core::request::{NewRequest, RequestId, Ticket};
 
 use crate::errors::Refusal;
+use crate::groups::{Groups, Wait};
 use crate::metrics::EngineMetrics;
 use crate::plan_memory::PlanLease;
 
@@ -70,9 +71,11 @@ pub enum Command {
     Release(RequestId),
     /// Submit a request whose place is reserved.
     Submit(Box<NewRequest>, Reply<Result<(), Refusal>>),
-    /// Reserve and submit one after the other until one is refused; answers how many were taken, and
-    /// the refusal.
-    SubmitMany(Vec<(Ticket, NewRequest)>, Reply<(usize, Option<Refusal>)>),
+    /// Reserve a place and submit in the same breath.
+    SubmitAtOnce(Box<(Ticket, NewRequest)>, Reply<Result<(), Refusal>>),
+    /// Reserve and submit one after the other until there is no room or one is refused; answers how
+    /// many were taken, and the refusal.
+    Feed(Vec<(Ticket, NewRequest)>, Reply<(usize, Option<Refusal>)>),
     /// End a request, whatever its state.
     Abort(RequestId),
     /// End every request.
@@ -81,6 +84,10 @@ pub enum Command {
     Reload(Box<Policy>, Reply<Result<(), Refusal>>),
     /// Counters and gauges.
     Metrics(Reply<EngineMetrics>),
+    /// The same by class and tenant.
+    Groups(Reply<Groups>),
+    /// Why a request waits, and for how long it has waited for what.
+    Wait(RequestId, Reply<Option<Wait>>),
     /// The executor ran a step.
     StepDone(Step),
     /// The executor raised; the message is for the requests of that step.

@@ -52,7 +52,7 @@ impl From<Refusal> for PyErr {
                 python_class(&error),
                 &error.to_string(),
                 error.code(),
-                retry_after_us(&error),
+                error.retry_after_us(),
             ),
             Refusal::Config(error) => config_error(&error),
             Refusal::Dead(reason) => raise("EngineDeadError", &reason, "engine_dead", None),
@@ -81,30 +81,6 @@ fn python_class(error: &SubmitError) -> &'static str {
         | SubmitError::UnknownClass { .. }
         | SubmitError::DuplicateRequest { .. }
         | SubmitError::NoReservation { .. } => "InvalidRequestError",
-    }
-}
-
-/// When the same request may be accepted, in microseconds from now, where the refusal says so: what
-/// was predicted, less what is allowed.
-fn retry_after_us(error: &SubmitError) -> Option<u64> {
-    match *error {
-        SubmitError::RateExceeded {
-            wait_us,
-            max_queue_time_us,
-            ..
-        } => Some(wait_us.saturating_sub(max_queue_time_us)),
-        SubmitError::TtftUnreachable {
-            predicted_us,
-            target_us,
-            ..
-        } => Some(predicted_us.saturating_sub(target_us)),
-        SubmitError::PromiseUnkeepable {
-            predicted_us,
-            max_queue_time_us,
-            ..
-        } => Some(predicted_us.saturating_sub(max_queue_time_us)),
-        SubmitError::Shedding { retry_after_us, .. } => Some(retry_after_us),
-        _ => None,
     }
 }
 

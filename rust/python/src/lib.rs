@@ -16,6 +16,7 @@ mod delivery;
 mod engine;
 mod errors;
 mod executor_thread;
+mod groups;
 mod kernels;
 mod metrics;
 mod numpy;
@@ -39,6 +40,8 @@ mod _core {
     use crate::client::{EngineClient, Reservation};
     #[pymodule_export]
     use crate::engine::{EngineCore, check_policy, check_settings};
+    #[pymodule_export]
+    use crate::groups::time_bounds;
     #[pymodule_export]
     use crate::kernels::{
         AttentionBatch, AttentionLayer, add_rms_norm, attention_forward, kernel_pool,

@@ -21,6 +21,7 @@ use chairlift_core::request::{NewRequest, Ticket, Time};
 use crate::command::{Command, Step, recv_soon};
 use crate::delivery::{Delivery, Outbox};
 use crate::errors::Refusal;
+use crate::groups::{Groups, Wait};
 use crate::metrics::EngineMetrics;
 
 /// What the thread is given.
@@ -154,8 +155,13 @@ impl Scheduler {
             Command::Submit(request, reply) => {
                 let _ = reply.send(self.submit(now, *request));
             }
-            Command::SubmitMany(requests, reply) => {
-                let _ = reply.send(self.submit_many(now, requests));
+            Command::SubmitAtOnce(request, reply) => {
+                let (ticket, request) = *request;
+                let reserved = self.reserve(now, ticket);
+                let _ = reply.send(reserved.and_then(|()| self.submit(now, request)));
+            }
+            Command::Feed(requests, reply) => {
+                let _ = reply.send(self.feed(now, requests));
             }
             Command::Abort(id) => {
                 self.engine.abort(now, id);
@@ -166,6 +172,12 @@ impl Scheduler {
             }
             Command::Metrics(reply) => {
                 let _ = reply.send(self.metrics());
+            }
+            Command::Groups(reply) => {
+                let _ = reply.send(Groups::of(&self.engine));
+            }
+            Command::Wait(id, reply) => {
+                let _ = reply.send(self.engine.wait(now, id).map(Wait::from));
             }
             Command::StepDone(step) => self.step_done(now, step),
             Command::StepFailed(step, why) => self.step_failed(now, step, &why),
@@ -207,21 +219,19 @@ impl Scheduler {
         }
     }
 
-    fn submit_many(
-        &mut self,
-        now: Time,
-        requests: Vec<(Ticket, NewRequest)>,
-    ) -> (usize, Option<Refusal>) {
-        for (taken, (ticket, request)) in requests.into_iter().enumerate() {
-            let result = self
-                .reserve(now, ticket)
-                .and_then(|()| self.submit(now, request));
-            if let Err(refusal) = result {
+    fn feed(&mut self, now: Time, requests: Vec<(Ticket, NewRequest)>) -> (usize, Option<Refusal>) {
+        let mut taken = 0;
+        for (ticket, request) in requests {
+            if self.dead.is_none() && !self.engine.has_room(ticket.n) {
+                break;
+            }
+            let reserved = self.reserve(now, ticket);
+            if let Err(refusal) = reserved.and_then(|()| self.submit(now, request)) {
                 return (taken, Some(refusal));
             }
+            taken += 1;
         }
-        // All were taken; the caller knows how many it sent.
-        (usize::MAX, None)
+        (taken, None)
     }
 
     /// Plans the next step unless one is in flight, and hands it to the executor thread.

@@ -61,10 +61,17 @@ impl Ledger {
                 Ok(())
             }
             Err(error) => {
+                self.count_rejected(class, tenant);
                 self.tenants.release(tenant);
                 Err(error)
             }
         }
+    }
+
+    /// Counts a request that its class and tenant are known of.
+    pub(crate) fn count_rejected(&mut self, class: ClassId, tenant: TenantKey) {
+        self.classes[class.0 as usize].metrics.rejected += 1;
+        self.tenants.get_mut(tenant).metrics.rejected += 1;
     }
 
     fn unknown_class(&self, class: Option<String>) -> SubmitError {
@@ -111,6 +118,14 @@ impl Ledger {
         n: u32,
         now: Time,
     ) -> Result<Place, SubmitError> {
+        if n == 0 || n > limits.max_queued_requests() {
+            let most = limits.max_queued_requests();
+            return Err(SubmitError::InvalidParameter {
+                field: "n",
+                value: n.to_string(),
+                allowed: format!("from 1 to max_queued_requests ({most})"),
+            });
+        }
         let owner = self.tenants.get(tenant);
         if let Some(max_running) = owner.rules.settings.max_running.filter(|&most| n > most) {
             let tenant = owner.name.to_string();
@@ -211,6 +226,7 @@ impl Ledger {
             }
             Err(error) => {
                 self.queue.release_flow(leaf);
+                self.count_rejected(class, tenant);
                 self.tenants.release(tenant);
                 Err(error)
             }
@@ -277,6 +293,13 @@ impl Ledger {
         ];
         for (door, bound, class) in bounds {
             let queued_tokens = door.queued_tokens();
+            if let Some(most) = bound.filter(|&most| prompt_tokens > most) {
+                return Err(SubmitError::InvalidParameter {
+                    field: "prompt",
+                    value: format!("{prompt_tokens} tokens long"),
+                    allowed: format!("at most max_queued_tokens ({most}) long"),
+                });
+            }
             if let Some(most) = bound.filter(|&most| queued_tokens + prompt_tokens > most) {
                 return Err(SubmitError::TokensFull {
                     queued_tokens,
@@ -429,7 +452,9 @@ impl Ledger {
             standing: Standing::Flow,
             is_promised: self.promises(entry.class).is_some(),
         };
+        self.classes[entry.class.0 as usize].metrics.accepted += 1;
         let tenant = self.tenants.get_mut(entry.tenant);
+        tenant.metrics.accepted += 1;
         let rate_tokens = rate_tokens + work.prefill_tokens;
         tenant.waiting_tokens += rate_tokens;
         let mut waiting = Waiting {
@@ -457,7 +482,10 @@ impl Ledger {
         (key, level): (OrderKey, usize),
     ) -> SequenceKey {
         let request = &entry.request;
-        let root = BlockHash::root(request.cache_salt.as_deref(), None);
+        // As soon as there are tenants, none finds what another's prompts have left behind.
+        let has_tenants = !self.rules.policy().tenants.is_empty();
+        let tenant = has_tenants.then(|| &*self.tenants.get(entry.tenant).name);
+        let root = BlockHash::root([tenant, request.cache_salt.as_deref(), None]);
         let mut chain = Vec::new();
         if limits.prefix_caching() {
             extend_chain(&mut chain, root, &prompt, limits.block_size());
