@@ -338,7 +338,7 @@ def test_why_a_request_waits_and_what_became_of_all(held):
         policy=PolicyConfig(
             sharing="fair",
             tenants=tenants,
-            classes=(ClassConfig("chat"), ClassConfig("bulk", level=-1)),
+            classes={"chat": ClassConfig(), "bulk": ClassConfig(level=-1)},
         )
     )
     engine, executor = held(config)
