@@ -43,6 +43,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--requests", type=int, metavar="N", help="only the first N of each trace")
     parser.add_argument(
+        "--divide", type=int, default=1, metavar="N", help="divide lengths, for a small model"
+    )
+    parser.add_argument(
         "--iterations", type=int, default=10_000, metavar="N", help="of backlogged tenants"
     )
     parser.add_argument("--max-num-seqs", type=int, default=256, metavar="N")
@@ -62,6 +65,7 @@ def bench(args: argparse.Namespace) -> Bench:
     batch = trace if args.batch is None else read_trace(args.batch)
     if args.requests is not None:
         trace, batch = trace.first(args.requests), batch.first(args.requests)
+    trace, batch = trace.divided(args.divide), batch.divided(args.divide)
     return Bench(
         profile=read_profile(args.profile),
         trace=trace,
@@ -72,6 +76,7 @@ def bench(args: argparse.Namespace) -> Bench:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_tokens=args.max_tokens,
+        divided_by=args.divide,
         quiet=args.quiet,
     )
 

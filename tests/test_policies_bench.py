@@ -146,6 +146,18 @@ def test_a_trace_is_read_as_it_is_written(tmp_path):
     assert some.tenant.tolist() == [1, 0]
 
 
+def test_lengths_are_divided_and_prefixes_stay_shared(tmp_path):
+    lines = ["input_tokens,output_tokens,prefix_hashes", "1000,9,1 2", "513,1,1 3"]
+    trace = traces.read_trace(write(tmp_path / "small.csv.gz", lines)).divided(8)
+    workload = trace.at_once()
+    assert workload.input_tokens.tolist() == [125, 65]
+    assert workload.output_tokens.tolist() == [2, 1]
+    assert workload.prefix_block_tokens == 64
+    assert workload.prefix_hashes.tolist() == [0, 1, 0, 2]
+    with pytest.raises(ValueError, match="512 must be a multiple"):
+        traces.read_trace(tmp_path / "small.csv.gz").divided(5)
+
+
 def test_lengths_get_poisson_arrivals_at_the_rate(tmp_path):
     lines = ["input_tokens,output_tokens", *["10,5"] * 1_001]
     trace = traces.read_trace(write(tmp_path / "lengths.csv.gz", lines))

@@ -89,6 +89,8 @@ class Bench:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2_048
     max_tokens: int = 1_024
+    divided_by: int = 1
+    """Factor by which the traces' lengths were divided, to be told."""
     quiet: bool = False
     _capacities: dict[tuple[str, int, int], float] = field(default_factory=dict)
 

@@ -114,11 +114,12 @@ def _shown(cell: Cell) -> str:
 def state_of(bench: Bench, run: Run, **more: str) -> dict[str, str]:
     """Conditions under which a run was made."""
     profile, settings = bench.profile, run.settings
+    divided = "" if bench.divided_by == 1 else f", lengths divided by {bench.divided_by}"
     noise = f"noise sigma {profile.cost.noise_sigma:g}"
     return {
         "profile": f"{profile.name}, {noise}",
         "pool": f"{profile.num_kv_blocks:,} blocks of {settings.block_size}",
-        "trace": f"{bench.trace.name}, {len(bench.trace):,} requests",
+        "trace": f"{bench.trace.name}, {len(bench.trace):,} requests{divided}",
         "load": f"{bench.load:g} of a capacity of {bench.capacity(bench.trace):.2f} requests/s",
         "seed": str(bench.seed),
         "limits": (

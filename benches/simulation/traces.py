@@ -43,6 +43,7 @@ class Trace:
     tenants: tuple[str, ...] = ("default",)
     prefix_offsets: Ints | None = None  # [R + 1]
     prefix_hashes: Ints | None = None
+    prefix_block_tokens: int = PREFIX_BLOCK_TOKENS
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -67,6 +68,22 @@ class Trace:
             tenant=None if self.tenant is None else self.tenant[chosen],
             prefix_offsets=offsets,
             prefix_hashes=hashes,
+        )
+
+    def divided(self, factor: int) -> Trace:
+        """Divide all lengths, to fit a small model; what is shared stays shared.
+
+        Raises:
+            ValueError: prefix blocks cannot be divided by it.
+        """
+        if factor < 1 or self.prefix_block_tokens % factor:
+            blocks = self.prefix_block_tokens
+            raise ValueError(f"lengths cannot be divided by {factor}: {blocks} must be a multiple")
+        return replace(
+            self,
+            input_tokens=-(-self.input_tokens // factor),
+            output_tokens=-(-self.output_tokens // factor),
+            prefix_block_tokens=self.prefix_block_tokens // factor,
         )
 
     def at_rate(self, requests_per_s: float, seed: int) -> Workload:
@@ -97,7 +114,7 @@ class Trace:
             workload,
             prefix_offsets=self.prefix_offsets,
             prefix_hashes=self.prefix_hashes,
-            prefix_block_tokens=PREFIX_BLOCK_TOKENS,
+            prefix_block_tokens=self.prefix_block_tokens,
         )
 
 
