@@ -1,6 +1,6 @@
 """What batches cost that nobody joins or leaves: static, window and continuous batching.
 
-A static batch prefills whole, as engines of that kind do: its token budget holds every prompt.
+Whoever is done stays until all of the batch are, and its row is computed all the same (Orca, OSDI'22).
 """
 
 from __future__ import annotations
@@ -22,22 +22,13 @@ POLICIES = {
 def run(bench: Bench) -> Report:
     """Compare the join modes at one load."""
     workload = bench.at_load(bench.load)
-    whole = {"max_num_batched_tokens": int(workload.input_tokens.max()) * bench.max_num_seqs}
-    runs = {
-        label: bench.run(label, policy, workload, **({} if label == "continuous" else whole))
-        for label, policy in POLICIES.items()
-    }
+    runs = {label: bench.run(label, policy, workload) for label, policy in POLICIES.items()}
     every = list(runs.values())
     window = f"{WINDOW.size} requests or {WINDOW.delay} s"
     report = Report(
         "head-of-line",
         "Head-of-line blocking",
-        state_of(
-            bench,
-            runs["continuous"],
-            window=window,
-            baselines="a token budget for whole batches of prompts",
-        ),
+        state_of(bench, runs["continuous"], window=window),
         [latencies("Latencies", every), *engine_tables(every)],
     )
 

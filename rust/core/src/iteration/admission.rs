@@ -88,6 +88,7 @@ impl Ledger {
             self.requests[request.0].request.stats.arrival
         });
         Situation {
+            is_forming: lane.is_forming,
             num_running: lane.running.len(),
             num_waiting: self.queue.len(),
             oldest_arrival: oldest,

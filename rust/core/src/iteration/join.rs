@@ -11,6 +11,8 @@ use crate::request::Time;
 /// What the join mode looks at.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Situation {
+    /// The batch is still being formed: the token budget of the last step was too small for it.
+    pub(crate) is_forming: bool,
     /// Sequences in the running set.
     pub(crate) num_running: usize,
     /// Sequences that wait.
@@ -33,6 +35,7 @@ pub struct Padding {
 pub(crate) fn may_join(join: Join, situation: Situation, now: Time) -> bool {
     match join {
         Join::Continuous => true,
+        _ if situation.is_forming => true,
         Join::Static => situation.num_running == 0,
         Join::Window { size, .. } => {
             situation.num_running == 0

@@ -193,6 +193,8 @@ impl Scheduler<'_> {
     fn admit_newcomers(&mut self) {
         let mut handed = Handed::default();
         let blocked = self.admit_until_blocked(&mut handed);
+        self.lane.is_forming =
+            leaves_together(self.ledger.rules.policy().join) && blocked == Some(Blocked::Budget);
         if let Some(before) = self.ledger.clocks.blocked()
             && let Some(passed) = self.ledger.since_schedule.lap(self.now)
         {

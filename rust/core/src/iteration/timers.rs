@@ -14,6 +14,9 @@ use crate::request::{Finish, Time};
 use crate::waiting::queue::Standing;
 use crate::waiting::tenants::TenantKey;
 
+/// Iterations before the longest wait behind higher levels at which a request is promoted.
+const AGEING_LEAD_ITERATIONS: u64 = 16;
+
 /// What a rule says about a waiting request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Due {
@@ -107,7 +110,9 @@ impl Ledger {
         // Nobody of the highest level waits behind a higher one.
         let ages = self.rules.policy().max_level_wait_us;
         if let Some(most) = ages.filter(|_| waiting.fresh.level > 0) {
-            dues.push((after(most), Due::Promote));
+            // A place comes free within some iterations, and the wait is to end in time.
+            let lead = (AGEING_LEAD_ITERATIONS * self.forecast.iteration_us()).min(most / 2);
+            dues.push((after(most - lead), Due::Promote));
         }
         let target = class.ttft_target_us.map(after);
         let target = [target, entry.request.deadline].into_iter().flatten().min();
