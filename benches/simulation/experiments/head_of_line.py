@@ -1,6 +1,7 @@
 """What batches cost that nobody joins or leaves: static, window and continuous batching.
 
-Whoever is done stays until all of the batch are, and its row is computed all the same (Orca, OSDI'22).
+Whoever is done stays until all of the batch are, and its row is computed all the same (Orca,
+OSDI'22).
 """
 
 from __future__ import annotations
