@@ -26,16 +26,22 @@ use crate::waiting::queue::Arrival;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RequestKey(pub(crate) usize);
 
+/// Laid out so that a step of a decode touches its first three cache lines and no other.
+#[repr(C, align(64))]
 pub(crate) struct Sequence {
-    pub(crate) request: RequestKey,
-    pub(crate) arrival: Arrival,
     /// Prompt, then output.
     pub(crate) tokens: Vec<u32>,
-    pub(crate) num_prompt_tokens: u32,
+    pub(crate) table: BlockTable,
     /// Tokens whose K and V are in the table's blocks.
     pub(crate) num_computed_tokens: u32,
     /// Tokens that the step being planned, or in flight, computes.
     pub(crate) num_scheduled_tokens: u32,
+
+    pub(crate) request: RequestKey,
+    pub(crate) row: Option<Row>,
+    /// How it is done while it stays until all of its batch are.
+    pub(crate) finished: Option<Finish>,
+    pub(crate) num_prompt_tokens: u32,
     /// Prompt tokens whose successor's log-probability is asked for, from the start: all but the last,
     /// or none.
     pub(crate) num_tokens_to_score: u32,
@@ -43,39 +49,38 @@ pub(crate) struct Sequence {
     pub(crate) num_scored_tokens: u32,
     /// Full blocks, from the start, that the prefix cache was told of.
     pub(crate) num_published_blocks: u32,
-    pub(crate) table: BlockTable,
-    pub(crate) row: Option<Row>,
-    /// Rows of the siblings that fork off at the first output.
-    pub(crate) sibling_rows: Vec<Row>,
-    /// How many siblings those are, also while there are no rows for them.
+    /// Tokens, from the start, whose computation its flow was charged for.
+    pub(crate) num_charged_tokens: u32,
+    /// The flow that pays for it.
+    pub(crate) leaf: FlowKey,
+    /// Siblings that fork off at the first output, also while there are no rows for them.
     pub(crate) num_unborn: u32,
+    /// Ended while its step is in flight: leaves when that is committed.
+    pub(crate) ended: bool,
     /// Has siblings, so its last block may be theirs too.
     pub(crate) may_share_last_block: bool,
+
+    pub(crate) text: TextState,
+    /// Charged ahead for output that has not come.
+    pub(crate) prepaid_output: Units,
+    pub(crate) arrival: Arrival,
+
+    /// Charged ahead for prompt tokens that have not run.
+    pub(crate) prepaid: Units,
+    /// Rows of the siblings that fork off at the first output.
+    pub(crate) sibling_rows: Vec<Row>,
     /// Where the hash chain starts: the request's extras.
     pub(crate) root: BlockHash,
     /// Hashes of the full blocks of `tokens`, as far as they were needed.
     pub(crate) chain: Vec<BlockHash>,
-    pub(crate) text: TextState,
-    /// Ended while its step is in flight: leaves when that is committed.
-    pub(crate) ended: bool,
     /// Preempted before: until it has this many tokens others are preferred as victims.
     pub(crate) protected_below_tokens: u32,
     /// Tokens that were computed when it was last preempted.
     pub(crate) num_lost_tokens: u32,
     /// Index of its class's level; 0 is the highest.
     pub(crate) level: usize,
-    /// The flow that pays for it.
-    pub(crate) leaf: FlowKey,
-    /// Tokens, from the start, whose computation its flow was charged for.
-    pub(crate) num_charged_tokens: u32,
-    /// Charged ahead for prompt tokens that have not run.
-    pub(crate) prepaid: Units,
-    /// Charged ahead for output that has not come.
-    pub(crate) prepaid_output: Units,
     /// The step that it joined at.
     pub(crate) joined_at_step: u64,
-    /// How it is done while it stays until all of its batch are.
-    pub(crate) finished: Option<Finish>,
 }
 
 /// What a sequence begins with.
@@ -151,7 +156,7 @@ impl Sequence {
     /// Samples that its scheduled tokens lead to.
     pub(crate) fn num_samples(&self) -> usize {
         if self.completes() {
-            1 + self.sibling_rows.len()
+            1 + self.num_unborn as usize
         } else {
             0
         }
