@@ -111,19 +111,11 @@ impl Ledger {
         n: u32,
         now: Time,
     ) -> Result<Place, SubmitError> {
-        let owner = self.tenants.get(tenant);
-        if let Some(max_running) = owner.rules.settings.max_running.filter(|&most| n > most) {
-            let tenant = owner.name.to_string();
-            return Err(SubmitError::TooManyAnswers {
-                tenant,
-                n,
-                max_running,
-            });
-        }
+        self.check_answers(tenant, n)?;
         let doors = Doors {
             engine: self.door.clone(),
             class: self.classes[class.0 as usize].door.clone(),
-            tenant: owner.door.clone(),
+            tenant: self.tenants.get(tenant).door.clone(),
         };
         let bounds = self.bounds(limits, class, tenant);
         let mut taken = doors.take(n, bounds);
@@ -131,6 +123,19 @@ impl Ledger {
             taken = doors.take(n, bounds);
         }
         taken.map_err(|full| self.full(full, limits, class, tenant))
+    }
+
+    /// More answers than the tenant may run at once would never run.
+    fn check_answers(&self, tenant: TenantKey, n: u32) -> Result<(), SubmitError> {
+        let owner = self.tenants.get(tenant);
+        match owner.rules.settings.max_running {
+            Some(max_running) if n > max_running => Err(SubmitError::TooManyAnswers {
+                tenant: owner.name.to_string(),
+                n,
+                max_running,
+            }),
+            _ => Ok(()),
+        }
     }
 
     fn full(&self, full: Full, limits: &Limits, class: ClassId, tenant: TenantKey) -> SubmitError {
@@ -228,6 +233,7 @@ impl Ledger {
         now: Time,
     ) -> Result<(Admitted, Work), SubmitError> {
         let Reserved { class, tenant, .. } = reserved;
+        self.check_answers(tenant, request.sampling.n)?;
         let bounds = self.bounds(limits, class, tenant);
         let resized = reserved.place.resize(request.sampling.n, bounds);
         resized.map_err(|full| self.full(full, limits, class, tenant))?;
@@ -373,12 +379,11 @@ impl Ledger {
         let prompt = u64::from(request.num_prompt_tokens);
         let cost = match policy.order {
             Order::Arrival | Order::Prefix => 0,
-            Order::Shortest => prompt + output_tokens + age,
-            // Blocks over iterations, in tokens: what is held while the output is written, over what a
-            // sequence of the longest length would hold.
+            Order::Shortest => (prompt + output_tokens).saturating_add(age),
+            // Blocks times iterations: those held on average while the output is written.
             Order::Footprint => {
-                let held = (prompt + output_tokens / 2) * output_tokens.max(1);
-                held / u64::from(limits.block_size()) + age
+                let held = (prompt + output_tokens / 2).saturating_mul(output_tokens.max(1));
+                (held / u64::from(limits.block_size())).saturating_add(age)
             }
             Order::Deadline => {
                 let target = self.rules.class(class).ttft_target_us;
@@ -427,6 +432,7 @@ impl Ledger {
             key,
             work,
             standing: Standing::Flow,
+            is_aside: false,
             is_promised: self.promises(entry.class).is_some(),
         };
         let tenant = self.tenants.get_mut(entry.tenant);
@@ -444,7 +450,7 @@ impl Ledger {
         entry.waiting = Some(Box::new(waiting));
         self.requests.insert(entry);
         self.queue.push_fresh(&fresh);
-        self.arm(request_key, now);
+        self.arm(request_key);
     }
 
     fn new_sequence(

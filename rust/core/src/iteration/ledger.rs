@@ -175,13 +175,15 @@ impl Ledger {
         let waiting = entry.waiting.take()?;
         let tenant = self.tenants.get_mut(entry.tenant);
         tenant.waiting_tokens -= waiting.rate_tokens;
-        if waiting.fresh.standing == Standing::Parked {
-            tenant.parked.retain(|&(id, _)| id != entry.request.id);
-        }
+        tenant.forget_aside(&waiting.fresh);
         if let Some(timer) = waiting.timer {
             self.timers.remove(&(timer, entry.request.id));
         }
         self.queue.remove_fresh(&waiting.fresh);
+        if waiting.fresh.standing != Standing::Flow {
+            let tenant = entry.tenant;
+            self.call_back(tenant);
+        }
         Some(waiting)
     }
 

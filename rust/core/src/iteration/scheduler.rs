@@ -265,7 +265,7 @@ impl Scheduler<'_> {
             self.ledger.hold(tenant_key, until, self.now);
         }
         // Holding its flows does not stop what waits elsewhere.
-        self.ledger.park(request);
+        self.ledger.set_aside(request);
         true
     }
 

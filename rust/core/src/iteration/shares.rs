@@ -2,9 +2,8 @@
 //! books about them.
 
 use crate::config::policy::{ClassId, Rules, Sharing};
-use crate::iteration::ledger::Ledger;
+use crate::iteration::ledger::{Entry, Ledger};
 use crate::request::Time;
-use crate::waiting::queue::Standing;
 use crate::waiting::tenants::TenantKey;
 
 /// What a tenant was served in a class.
@@ -65,7 +64,7 @@ impl Ledger {
             if let Some(timer) = entry.waiting.as_mut().and_then(|w| w.timer.take()) {
                 self.timers.remove(&(timer, entry.request.id));
             }
-            self.arm(key, now);
+            self.arm(key);
         }
     }
 
@@ -121,14 +120,28 @@ impl Ledger {
             let is_armed = waiting
                 .timer
                 .is_none_or(|timer| self.timers.contains(&(timer, entry.request.id)));
-            let is_parked = waiting.fresh.standing == Standing::Parked;
+            let fresh = &waiting.fresh;
             let owner = self.tenants.get(entry.tenant);
-            if !is_armed || is_parked != owner.parked.iter().any(|&(id, _)| id == entry.request.id)
-            {
+            let aside = owner.aside.get(&(fresh.standing, fresh.key.number));
+            let known_aside = fresh.is_aside.then_some(&entry.request.id);
+            if !is_armed || aside != known_aside {
                 return Err(format!(
                     "{} has a timer or a standing nobody knows",
                     entry.request.id
                 ));
+            }
+            let waits_before = |(_, other): (usize, &Entry)| {
+                let waiting = other.waiting.as_ref();
+                let other = waiting.filter(|_| other.tenant == entry.tenant);
+                other.is_some_and(|other| {
+                    !other.fresh.is_aside && other.fresh.standing == fresh.standing
+                })
+            };
+            if fresh.is_aside
+                && owner.held_since.is_none()
+                && !self.requests.iter().any(waits_before)
+            {
+                return Err(format!("{} is aside for nobody", entry.request.id));
             }
         }
         Ok(())

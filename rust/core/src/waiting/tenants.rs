@@ -17,7 +17,7 @@ use crate::predict::output_length::MeanLength;
 use crate::request::{RequestId, Time};
 use crate::waiting::fairness::FlowKey;
 use crate::waiting::gate::Door;
-use crate::waiting::queue::Standing;
+use crate::waiting::queue::{Fresh, Standing};
 
 /// Names a tenant while it exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -51,8 +51,8 @@ pub struct Tenant {
     pub waiting_tokens: u64,
     /// Its flow in each class (in each level where siblings share first come, first served).
     pub flows: Vec<(ClassId, FlowKey)>,
-    /// Requests that were set aside until it is let go, and where they waited.
-    pub parked: Vec<(RequestId, Standing)>,
+    /// Requests that were set aside until it is let go, by where they wait and their number.
+    pub aside: BTreeMap<(Standing, u64), RequestId>,
     /// Since when it is held, if it is.
     pub held_since: Option<Time>,
     /// Until when its rate holds it, if that is why.
@@ -87,14 +87,16 @@ impl Tenant {
     pub fn use_tokens(&mut self, now: Time, tokens: u64) {
         if let Some(rate) = &mut self.rate {
             let now_ns = now.0.saturating_mul(1_000);
-            rate.paid_until = rate.paid_until.max(now_ns) + tokens * rate.token;
+            let price = tokens.saturating_mul(rate.token);
+            rate.paid_until = rate.paid_until.max(now_ns).saturating_add(price);
         }
     }
 
     /// Until when the rate holds it, if it does, were `tokens` more used now.
     pub fn rate_holds_until(&self, now: Time, tokens: u64) -> Option<Time> {
         let rate = self.rate?;
-        let ahead = rate.paid_until.max(now.0.saturating_mul(1_000)) + tokens * rate.token;
+        let paid_until = rate.paid_until.max(now.0.saturating_mul(1_000));
+        let ahead = paid_until.saturating_add(tokens.saturating_mul(rate.token));
         let until = Time(ahead.saturating_sub(rate.burst).div_ceil(1_000));
         (until > now).then_some(until)
     }
@@ -104,6 +106,20 @@ impl Tenant {
     pub fn is_busy(&self, n: u32) -> bool {
         let bound = self.rules.settings.max_running;
         self.num_running > 0 && bound.is_some_and(|bound| self.num_running + n > bound)
+    }
+
+    /// The first request that may be called back to where it waits; none while it is held.
+    pub fn first_aside(&self, standing: Standing) -> Option<RequestId> {
+        let mut those = self.aside.range((standing, 0)..=(standing, u64::MAX));
+        let first = those.next().map(|(_, &id)| id);
+        first.filter(|_| self.held_since.is_none())
+    }
+
+    /// A request is not aside any more, if it was.
+    pub fn forget_aside(&mut self, fresh: &Fresh) {
+        if fresh.is_aside {
+            self.aside.remove(&(fresh.standing, fresh.key.number));
+        }
     }
 
     /// Whether the policy names it.
@@ -122,7 +138,7 @@ impl Tenant {
             let token = 1_000_000_000 / rate.min(1_000_000_000);
             Rate {
                 token,
-                burst: settings.burst_tokens.unwrap_or(rate) * token,
+                burst: settings.burst_tokens.unwrap_or(rate).saturating_mul(token),
                 paid_until: self.rate.map_or(0, |old| old.paid_until),
             }
         });
@@ -200,7 +216,7 @@ impl Tenants {
             num_running: 0,
             waiting_tokens: 0,
             flows: Vec::new(),
-            parked: Vec::new(),
+            aside: BTreeMap::new(),
             held_since: None,
             held_until: None,
             held_us: 0,
@@ -235,7 +251,7 @@ impl Tenants {
         let idle = self.slab.iter().filter(|(_, tenant)| {
             let owes = tenant
                 .rate
-                .is_some_and(|rate| rate.paid_until > now.0 * 1_000);
+                .is_some_and(|rate| rate.paid_until > now.0.saturating_mul(1_000));
             tenant.references == 0 && !tenant.is_named && !owes && tenant.held_since.is_none()
         });
         let idle: Vec<TenantKey> = idle.map(|(at, _)| TenantKey(at as u32)).collect();
