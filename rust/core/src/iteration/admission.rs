@@ -83,7 +83,7 @@ impl Ledger {
         });
         Situation {
             num_running: lane.running.len(),
-            num_waiting: self.queue.len(),
+            num_waiting: self.queue.work().rows,
             oldest_arrival: oldest,
         }
     }

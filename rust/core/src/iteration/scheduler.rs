@@ -17,7 +17,7 @@ use crate::iteration::join::{leaves_together, may_join};
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
-use crate::iteration::preempt::{choose_victim, choose_victims_below, preempt};
+use crate::iteration::preempt::{Lack, choose_victim, choose_victims_below, preempt};
 use crate::iteration::rows::Row;
 use crate::iteration::sequence::Sequence;
 use crate::memory::blocks::PrefixMatch;
@@ -44,8 +44,7 @@ pub(crate) struct Scheduler<'a> {
 /// Why the next in the queue does not join now, and what it lacks.
 struct DoesNotFit {
     blocked: Blocked,
-    lacking_blocks: u32,
-    lacking_rows: u32,
+    lack: Lack,
 }
 
 /// What newcomers were given.
@@ -64,7 +63,7 @@ impl Scheduler<'_> {
         self.schedule_decodes();
         self.close_batch();
         self.admit_newcomers();
-        self.schedule_chunks(usize::MAX);
+        self.schedule_chunks(self.ledger.queue.num_levels());
         let num_sequences = self.lane.step.num_sequences();
         if num_sequences == 0 {
             self.ledger.since_schedule.stop();
@@ -143,19 +142,25 @@ impl Scheduler<'_> {
             .is_some()
     }
 
-    /// Schedules prefill chunks of running sequences of level number `lowest` and above.
+    /// Schedules prefill chunks of running sequences of level number `lowest` and above, the highest
+    /// level first.
     fn schedule_chunks(&mut self, lowest: usize) {
-        let scheduled = self.lane.step.num_sequences();
-        if scheduled == self.lane.running.len() {
-            return;
+        for level in 0..=lowest {
+            if self.lane.step.num_sequences() == self.lane.running.len() || self.budget == 0 {
+                return;
+            }
+            self.schedule_chunks_of(level);
         }
+    }
+
+    fn schedule_chunks_of(&mut self, level: usize) {
         for &key in &self.lane.running {
             if self.budget == 0 {
                 return;
             }
             let sequence = &mut self.ledger.sequences[key.0];
-            if sequence.num_scheduled_tokens > 0
-                || sequence.level > lowest
+            if sequence.level != level
+                || sequence.num_scheduled_tokens > 0
                 || sequence.finished.is_some()
             {
                 continue;
@@ -226,7 +231,9 @@ impl Scheduler<'_> {
             }
             let key = self.choose(next);
             let admitted = match self.admit(key) {
-                Err(lack) if self.preempt_for(key, &lack) => self.admit(key),
+                Err(DoesNotFit { lack, .. }) if self.preempt_for(next, key, lack) => {
+                    self.admit(key)
+                }
                 admitted => admitted,
             };
             match admitted {
@@ -287,6 +294,11 @@ impl Scheduler<'_> {
                 .visit_first(leaf, PREFIX_CANDIDATES, |key| candidates.push(key));
             for key in candidates {
                 let sequence = &mut self.ledger.sequences[key.0];
+                let entry = &self.ledger.requests[sequence.request.0];
+                let owner = self.ledger.tenants.get(entry.tenant);
+                if owner.is_busy(entry.request.sampling.n) {
+                    continue;
+                }
                 let chain = sequence.usable_chain(self.limits.block_size());
                 let cached = self.lane.pool.find_prefix(chain).num_blocks;
                 if cached > best.1 {
@@ -301,21 +313,16 @@ impl Scheduler<'_> {
 
     /// Preempts sequences of lower levels so that a newcomer fits; false, and nothing has changed, if
     /// that would not be enough.
-    fn preempt_for(&mut self, key: SequenceKey, lack: &DoesNotFit) -> bool {
-        if !self.ledger.rules.policy().preempt_to_admit
-            || lack.lacking_blocks + lack.lacking_rows == 0
-        {
+    fn preempt_for(&mut self, next: Next, key: SequenceKey, lack: Lack) -> bool {
+        if !self.ledger.rules.policy().preempt_to_admit || lack.blocks + lack.rows == 0 {
             return false;
         }
-        let level = self.ledger.sequences[key.0].level;
-        let victims = choose_victims_below(
-            self.ledger,
-            self.lane,
-            level,
-            lack.lacking_blocks,
-            lack.lacking_rows,
-        );
-        let Some(victims) = victims else {
+        // Where it waits counts: best effort preempts nobody, whatever its class.
+        let level = match next {
+            Next::Promoted(_) => self.ledger.sequences[key.0].level,
+            Next::Returning(_, level) | Next::Fresh(_, level, _) => level,
+        };
+        let Some(victims) = choose_victims_below(self.ledger, self.lane, key, level, lack) else {
             return false;
         };
         for victim in victims {
@@ -368,13 +375,11 @@ impl Scheduler<'_> {
         let limits = self.limits;
         let sequence = &mut self.ledger.sequences[key.0];
         let request = &self.ledger.requests[sequence.request.0].request;
-        let lack = |blocked, lacking_blocks, lacking_rows| DoesNotFit {
-            blocked,
-            lacking_blocks,
-            lacking_rows,
-        };
         if !fits_resets(self.plan, request, sequence) {
-            return Err(lack(Blocked::Budget, 0, 0));
+            return Err(DoesNotFit {
+                blocked: Blocked::Budget,
+                lack: Lack::default(),
+            });
         }
         let pool = &self.lane.pool;
         let cached = if limits.prefix_caching() {
@@ -390,15 +395,21 @@ impl Scheduler<'_> {
         } else {
             limits.watermark_blocks()
         };
-        let lacking_rows = sequence
-            .num_rows()
-            .saturating_sub(self.lane.rows.num_free());
-        let lacking_blocks = (needed + watermark).saturating_sub(pool.available());
-        match (lacking_rows, lacking_blocks) {
-            (0, 0) => Ok(cached),
-            (0, _) => Err(lack(Blocked::Memory, lacking_blocks, 0)),
-            _ => Err(lack(Blocked::Slots, lacking_blocks, lacking_rows)),
-        }
+        let lack = Lack {
+            rows: sequence
+                .num_rows()
+                .saturating_sub(self.lane.rows.num_free()),
+            blocks: (needed + watermark).saturating_sub(pool.available()),
+            num_cached_blocks: cached.num_blocks,
+        };
+        let blocked = match lack {
+            Lack {
+                rows: 0, blocks: 0, ..
+            } => return Ok(cached),
+            Lack { rows: 0, .. } => Blocked::Memory,
+            _ => Blocked::Slots,
+        };
+        Err(DoesNotFit { blocked, lack })
     }
 
     fn write_plan(&mut self) {

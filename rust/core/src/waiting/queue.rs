@@ -193,6 +193,11 @@ impl WaitingQueue {
         }
     }
 
+    /// Levels, best effort included.
+    pub fn num_levels(&self) -> usize {
+        self.levels.len()
+    }
+
     /// Index of a level.
     pub fn level_index(&self, level: i32) -> usize {
         self.levels.partition_point(|other| other.tier > level)
