@@ -108,6 +108,24 @@ pub fn ticket(request: &NewRequest) -> Ticket {
     }
 }
 
+/// A ticket of a tenant in a class.
+pub fn ticket_for(tenant: &str, class: &str, request: &NewRequest) -> Ticket {
+    Ticket {
+        tenant: tenant.into(),
+        class: Some(class.into()),
+        ..ticket(request)
+    }
+}
+
+/// A request whose answer has exactly `output_tokens` tokens, and no prefix in common with others.
+pub fn exact(id: u64, prompt_tokens: u32, output_tokens: u32, vocab_size: u32) -> NewRequest {
+    let mut random = Random(id);
+    let prompt = (0..prompt_tokens).map(|_| random.within(1, vocab_size - 1));
+    let mut new = request(id, prompt.collect(), output_tokens);
+    new.stop.ignore_eos = true;
+    new
+}
+
 /// What a client has received of one answer.
 #[derive(Clone, Debug, Default)]
 pub struct Answer {
@@ -165,6 +183,20 @@ impl Harness {
             .reserve(self.now, Ticket::new(request.id))
             .expect("a place");
         self.submit_reserved(request);
+    }
+
+    /// Takes a place and submits, if the gate lets it in.
+    pub fn try_submit(&mut self, ticket: Ticket, request: NewRequest) -> Result<(), SubmitError> {
+        self.engine.reserve(self.now, ticket)?;
+        let submitted = self.try_submit_reserved(request);
+        self.receive();
+        submitted
+    }
+
+    /// The same; panics on a rejection.
+    pub fn submit_for(&mut self, tenant: &str, class: &str, request: NewRequest) {
+        self.try_submit(ticket_for(tenant, class, &request), request)
+            .expect("accepted");
     }
 
     /// Submits on a place that was reserved, if the gate lets it in.
