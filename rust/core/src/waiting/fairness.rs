@@ -527,3 +527,6 @@ fn service_key(service: u64) -> OrderKey {
         number: 0,
     }
 }
+
+#[cfg(test)]
+mod tests;
