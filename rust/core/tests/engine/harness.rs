@@ -326,6 +326,23 @@ impl Harness {
         scheduled
     }
 
+    /// A step whose iteration takes `us` microseconds.
+    pub fn step_in(&mut self, us: u64) -> bool {
+        let scheduled = self.schedule();
+        if scheduled {
+            self.now.0 += us - 10;
+            self.commit();
+        }
+        scheduled
+    }
+
+    /// Microseconds pass, and the timers know.
+    pub fn pass(&mut self, us: u64) {
+        self.now.0 += us;
+        self.engine.on_time(self.now);
+        self.receive();
+    }
+
     pub fn run_to_end(&mut self) {
         let mut steps = 0;
         loop {

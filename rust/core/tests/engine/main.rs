@@ -1,6 +1,7 @@
 //! The scheduler, driven through its facade by a model executor that keeps its own KV memory.
 
 mod fairness;
+mod gate;
 mod golden;
 mod harness;
 mod random;

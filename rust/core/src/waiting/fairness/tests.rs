@@ -197,6 +197,25 @@ fn an_idle_flow_is_forgotten_unless_it_owes() {
 }
 
 #[test]
+fn the_counter_of_a_flow_that_was_forgotten_still_counts_if_it_left_last() {
+    let mut tree = Tree::new();
+    let [owes, quits] = ["owes", "quits"].map(|name| tree.acquire(name, 1.0));
+    for flow in [owes, quits] {
+        tree.push(flow);
+    }
+    tree.flows.charge(owes, 100);
+    tree.flows.charge(quits, 50);
+    for flow in [owes, quits] {
+        tree.pop(flow);
+        tree.flows.release(flow);
+    }
+    assert_eq!(tree.flows.child(tree.root, "quits"), None);
+    let newcomer = tree.acquire("newcomer", 1.0);
+    tree.push(newcomer);
+    assert_eq!(tree.service(newcomer), 50 * divisor(1.0));
+}
+
+#[test]
 fn a_flow_that_comes_back_has_the_weight_of_its_tenant_now() {
     let mut tree = Tree::new();
     let flow = tree.acquire("flow", 1.0);
