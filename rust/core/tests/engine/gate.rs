@@ -11,19 +11,10 @@ use chairlift_core::request::{Finish, RequestId, Ticket};
 use chairlift_core::waiting::reasons::WaitReason;
 
 use crate::harness::{Harness, exact, ticket_for};
+use crate::levels::two_levels;
 use crate::scenarios::settings;
 
 const SECOND: u64 = 1_000_000;
-
-/// Two classes, `high` of a strictly higher level than `low`.
-fn two_levels() -> Policy {
-    let mut high = ClassSettings::new("high");
-    high.level = 1;
-    Policy {
-        classes: vec![ClassSettings::new("low"), high],
-        ..Policy::default()
-    }
-}
 
 fn engine(policy: Policy, max_queued_requests: u32) -> Harness {
     Harness::new(Settings {

@@ -4,6 +4,7 @@ mod fairness;
 mod gate;
 mod golden;
 mod harness;
+mod levels;
 mod random;
 mod results;
 mod scenarios;
