@@ -17,13 +17,19 @@ use crate::scenarios::settings;
 const SECOND: u64 = 1_000_000;
 
 fn engine(policy: Policy, max_queued_requests: u32) -> Harness {
+    engine_of(Settings {
+        max_queued_requests,
+        policy,
+        ..settings()
+    })
+}
+
+fn engine_of(settings: Settings) -> Harness {
     Harness::new(Settings {
         max_num_seqs: 1,
         max_num_batched_tokens: 10,
         enable_prefix_caching: false,
-        max_queued_requests,
-        policy,
-        ..settings()
+        ..settings
     })
 }
 
@@ -150,7 +156,11 @@ fn a_place_is_given_back_on_every_way_out() {
 fn waiting_tokens_are_bounded_for_the_engine_and_for_a_class() {
     let mut policy = two_levels();
     policy.classes[0].max_queued_tokens = Some(20);
-    let mut harness = engine(policy, 100);
+    let mut harness = engine_of(Settings {
+        max_queued_tokens: Some(60),
+        policy,
+        ..settings()
+    });
     harness.submit_for("ann", "low", exact(1, 12, 2, 1_000));
     let submit = |h: &mut Harness, id, class, tokens| {
         let new = exact(id, tokens, 2, 1_000);
@@ -161,6 +171,7 @@ fn waiting_tokens_are_bounded_for_the_engine_and_for_a_class() {
     assert!(full.to_string().contains("12 prompt tokens"), "{full}");
     submit(&mut harness, 2, "low", 8).expect("exactly the bound");
     submit(&mut harness, 3, "high", 30).expect("another class");
+    submit(&mut harness, 4, "high", 11).expect_err("one more than the engine's bound");
     harness.step();
     assert_eq!(harness.client(3).scheduled, 1);
     submit(&mut harness, 4, "low", 1).expect_err("those of the class still wait");

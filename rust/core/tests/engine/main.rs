@@ -10,3 +10,4 @@ mod results;
 mod scenarios;
 mod sharing;
 mod steady;
+mod timers;
