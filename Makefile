@@ -10,7 +10,7 @@ PROMPT ?=
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-rust test-python check format bench wheel clean
+.PHONY: help run test test-rust test-python soak check format bench wheel clean
 
 help: ## This list
 	@echo "Chairlift: make <target>"
@@ -26,6 +26,9 @@ test-rust: $(STAMPS)/installed
 
 test-python: $(STAMPS)/installed
 	$(BIN)/python -m pytest
+
+soak: ## Ten million steps of random operations on the scheduler, with every invariant checked
+	CHAIRLIFT_SOAK_RUNS=1667 cargo test --locked -p chairlift-core --test engine -- --nocapture invariants
 
 check: $(STAMPS)/installed ## Formatters, clippy, ruff, mypy --strict, stubtest
 	cargo fmt --all --check

@@ -240,6 +240,9 @@ impl Scheduler<'_> {
                 Ok(chunk) => {
                     self.budget -= chunk;
                     self.lane.step.add(key, chunk);
+                    if let Next::Fresh(first, _, leaf) = next {
+                        self.ledger.queue.left(leaf, key == first);
+                    }
                     let sequence = &self.ledger.sequences[key.0];
                     handed.rows += u64::from(sequence.num_rows());
                     handed.blocks += sequence.table.blocks().len() as u64;
@@ -285,9 +288,8 @@ impl Scheduler<'_> {
         if self.ledger.rules.policy().order != Order::Prefix || !self.limits.prefix_caching() {
             return first;
         }
-        let flow_passes = self.ledger.queue.passes(leaf);
         let mut best = (first, 0);
-        if flow_passes < MAX_PASSES {
+        if self.ledger.queue.passes(leaf) < MAX_PASSES {
             let mut candidates = Vec::with_capacity(PREFIX_CANDIDATES);
             self.ledger
                 .queue
@@ -306,8 +308,6 @@ impl Scheduler<'_> {
                 }
             }
         }
-        let passes = if best.0 == first { 0 } else { flow_passes + 1 };
-        self.ledger.queue.set_passes(leaf, passes);
         best.0
     }
 

@@ -514,8 +514,9 @@ impl WaitingQueue {
         self.flows.passes(leaf)
     }
 
-    /// Sets that.
-    pub fn set_passes(&mut self, leaf: FlowKey, passes: u32) {
+    /// The first of a flow was admitted, or another one ahead of it.
+    pub fn left(&mut self, leaf: FlowKey, was_first: bool) {
+        let passes = if was_first { 0 } else { self.passes(leaf) + 1 };
         self.flows.set_passes(leaf, passes);
     }
 

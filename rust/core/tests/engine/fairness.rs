@@ -197,6 +197,20 @@ fn backlogged_classes_are_served_by_their_weights() {
 }
 
 #[test]
+fn a_reload_changes_the_weights_of_those_that_run_and_wait() {
+    let mut harness = engine(fair(&[("all", 1.0)], &[("ann", 1.0), ("bob", 1.0)]));
+    let mut sources = [source("ann", "all", 12, 2), source("bob", "all", 3, 7)];
+    run(&mut harness, &mut sources, 2_000, |_, _| {});
+    let before = ["ann", "bob"].map(|tenant| booked(&harness, tenant));
+    assert_ratio(before[1], before[0], 1.0, 0.02);
+    let heavier = fair(&[("all", 1.0)], &[("ann", 1.0), ("bob", 3.0)]);
+    harness.engine.reload(harness.now, &heavier).expect("legal");
+    run(&mut harness, &mut sources, 2_000, |_, _| {});
+    let after = ["ann", "bob"].map(|tenant| booked(&harness, tenant));
+    assert_ratio(after[1] - before[1], after[0] - before[0], 3.0, 0.02);
+}
+
+#[test]
 fn the_users_of_a_tenant_share_equally_whatever_they_send() {
     let mut harness = engine(fair(&[("all", 1.0)], &[]));
     let mut sources = [source("ann", "all", 12, 2), source("ann", "all", 3, 7)];

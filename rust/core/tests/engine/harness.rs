@@ -360,6 +360,21 @@ impl Harness {
         assert_eq!(self.engine.metrics().live, 0, "somebody was left waiting");
     }
 
+    /// Runs to the end; ids in the order in which they were first scheduled.
+    pub fn order_of_admission(&mut self) -> Vec<u64> {
+        let mut order = Vec::new();
+        loop {
+            for client in self.clients.values().filter(|client| client.scheduled == 1) {
+                if !order.contains(&client.request.id.0) {
+                    order.push(client.request.id.0);
+                }
+            }
+            if !self.step() {
+                return order;
+            }
+        }
+    }
+
     pub fn abort(&mut self, id: u64) -> bool {
         let aborted = self.engine.abort(self.now, RequestId(id));
         self.receive();

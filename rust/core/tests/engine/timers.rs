@@ -40,24 +40,6 @@ fn finish(harness: &Harness, id: u64) -> Option<Finish> {
     harness.client(id).answers[0].finish
 }
 
-/// Ids in the order in which they are first scheduled.
-fn order_of_admission(harness: &mut Harness) -> Vec<u64> {
-    let mut order = Vec::new();
-    loop {
-        let more = harness.step();
-        let scheduled = harness.clients.values().filter(|c| c.scheduled == 1);
-        let ids: Vec<u64> = scheduled.map(|client| client.request.id.0).collect();
-        for id in ids {
-            if !order.contains(&id) {
-                order.push(id);
-            }
-        }
-        if !more {
-            return order;
-        }
-    }
-}
-
 #[test]
 fn a_request_expires_at_its_bound_exactly_also_in_the_middle_of_a_step() {
     let mut harness = occupied(bounded(OnTimeout::Expire));
@@ -109,7 +91,7 @@ fn promoted_requests_go_ahead_of_all_others_in_order_of_arrival() {
     }
     harness.pass(500);
     harness.submit_for("ann", "bound", exact(5, 4, 1, 1_000));
-    let order = order_of_admission(&mut harness);
+    let order = harness.order_of_admission();
     assert_eq!(order, [0, 2, 4, 1, 3, 5]);
 }
 
@@ -229,7 +211,7 @@ fn the_doomed_are_kept_relegated_or_dropped_as_their_class_says() {
         for id in [2, 3] {
             harness.submit_for("ann", "plain", exact(id, 4, 1, 1_000));
         }
-        assert_eq!(order_of_admission(&mut harness), expected);
+        assert_eq!(harness.order_of_admission(), expected);
     }
 }
 
@@ -256,7 +238,7 @@ fn who_was_promoted_is_not_relegated_however_late_the_timers_are_looked_at() {
     harness.submit_for("ann", "plain", exact(2, 4, 1, 1_000));
     // Both its bound and its target are over.
     harness.pass(10_000);
-    assert_eq!(order_of_admission(&mut harness), [0, 1, 2]);
+    assert_eq!(harness.order_of_admission(), [0, 1, 2]);
 }
 
 #[test]
@@ -268,7 +250,7 @@ fn best_effort_is_promoted_at_its_bound_all_the_same() {
     harness.submit_for("ann", "plain", exact(2, 4, 1, 1_000));
     harness.pass(500);
     harness.pass(300);
-    assert_eq!(order_of_admission(&mut harness), [0, 1, 2]);
+    assert_eq!(harness.order_of_admission(), [0, 1, 2]);
 }
 
 #[test]
@@ -312,5 +294,5 @@ fn promoted_requests_of_a_busy_tenant_let_others_pass_and_keep_their_order() {
     assert_eq!(harness.client(9).scheduled, 1, "others pass");
     assert!(harness.abort(2), "one that is set aside");
     harness.engine.audit().expect("consistent books");
-    assert_eq!(order_of_admission(&mut harness), [0, 9, 1, 3, 4]);
+    assert_eq!(harness.order_of_admission(), [0, 9, 1, 3, 4]);
 }
