@@ -250,7 +250,11 @@ impl Ledger {
         let ahead = self.queue.work_before(level, leaf, key);
         if let Some((_, ttft)) = self.forecast.predict(ahead, work, room) {
             request.stats.predicted_ttft_us = Some(ttft);
-            self.check_promises(class, ttft, work, room)?;
+            // Where nothing is at work, a prediction has nothing to rest on but the past; whoever comes
+            // then is let in, or one slow iteration could close the door for good.
+            if !self.live.is_empty() {
+                self.check_promises(class, ttft, work, room)?;
+            }
         }
         let admitted = Admitted {
             entry: Entry {

@@ -135,7 +135,11 @@ impl Ledger {
         finish: Finish,
         now: Time,
     ) {
-        self.stop_waiting(key);
+        let tenant = self.requests[key.0].tenant;
+        if self.stop_waiting(key).is_some() && self.tenants.get(tenant).held_until.is_none() {
+            // It may have been the one that its tenant was too busy for.
+            self.let_go(tenant, now);
+        }
         for sequence in self.requests[key.0].sequences.clone() {
             let state = &mut self.sequences[sequence.0];
             if state.ended {

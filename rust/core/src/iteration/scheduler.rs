@@ -64,13 +64,13 @@ impl Scheduler<'_> {
         self.close_batch();
         self.admit_newcomers();
         self.schedule_chunks(self.ledger.queue.num_levels());
+        self.lane.prefill_backlog = self.prefill_backlog();
         let num_sequences = self.lane.step.num_sequences();
         if num_sequences == 0 {
             self.ledger.since_schedule.stop();
             return false;
         }
         self.write_plan();
-        self.lane.prefill_backlog = self.prefill_backlog();
         let is_short = self.ledger.clocks.blocked() == Some(Blocked::Budget);
         let step = &mut self.lane.step;
         step.number = number;
@@ -243,7 +243,11 @@ impl Scheduler<'_> {
                     if let Next::Fresh(first, _, leaf) = next {
                         self.ledger.queue.left(leaf, key == first);
                     }
-                    let sequence = &self.ledger.sequences[key.0];
+                    let sequence = &mut self.ledger.sequences[key.0];
+                    if let Next::Promoted(_) = next {
+                        // It stays ahead of those it went ahead of, or they would take its place.
+                        sequence.level = 0;
+                    }
                     handed.rows += u64::from(sequence.num_rows());
                     handed.blocks += sequence.table.blocks().len() as u64;
                 }

@@ -57,6 +57,7 @@ impl Ledger {
                 self.queue.flows_mut().set_weight(flow, weight);
             }
         }
+        self.tenants.forget_unnamed();
         self.queue.reload(&self.rules);
         let live: Vec<_> = self.live.values().copied().collect();
         for key in live {

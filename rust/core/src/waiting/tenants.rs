@@ -243,6 +243,17 @@ impl Tenants {
         self.orphans.pop()
     }
 
+    /// Forgets idle tenants that the rules name no more; nobody may be held.
+    pub fn forget_unnamed(&mut self) {
+        let idle =
+            |tenant: &Tenant| tenant.references == 0 && !tenant.is_named && tenant.rate.is_none();
+        let idle = self.slab.iter().filter(|(_, tenant)| idle(tenant));
+        let idle: Vec<TenantKey> = idle.map(|(at, _)| TenantKey(at as u32)).collect();
+        for key in idle {
+            self.remove(key);
+        }
+    }
+
     /// Forgets unnamed tenants whose rate has caught up, whenever twice as many are remembered.
     fn forget_idle(&mut self, now: Time) {
         if self.slab.len() < self.forget_at {

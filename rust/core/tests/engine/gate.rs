@@ -3,9 +3,7 @@
 use std::collections::BTreeMap;
 
 use chairlift_core::config::Settings;
-use chairlift_core::config::policy::{
-    ClassSettings, OnTimeout, Policy, Sharing, Shedding, TenantSettings,
-};
+use chairlift_core::config::policy::{Policy, Sharing, TenantSettings};
 use chairlift_core::error::SubmitError;
 use chairlift_core::request::{Finish, RequestId, Ticket};
 use chairlift_core::waiting::reasons::WaitReason;
@@ -14,9 +12,10 @@ use crate::harness::{Harness, exact, ticket_for};
 use crate::levels::two_levels;
 use crate::scenarios::settings;
 
-const SECOND: u64 = 1_000_000;
+pub const SECOND: u64 = 1_000_000;
 
-fn engine(policy: Policy, max_queued_requests: u32) -> Harness {
+/// One row, ten tokens an iteration.
+pub fn engine(policy: Policy, max_queued_requests: u32) -> Harness {
     engine_of(Settings {
         max_queued_requests,
         policy,
@@ -262,74 +261,6 @@ fn more_answers_than_a_tenant_may_run_are_refused_also_when_they_are_known_late(
     assert_eq!(harness.engine.metrics().queued, 0);
 }
 
-/// Ten tokens of prefill a second were measured, and so many prompts of 40 tokens wait.
-fn slow(policy: Policy, waiting: u64) -> Harness {
-    let mut harness = engine(policy, 100);
-    for id in 0..4 {
-        harness.submit_for("ann", "low", exact(id, 40, 1, 1_000));
-    }
-    while harness.step_in(SECOND) {}
-    for id in 0..waiting {
-        harness.submit_for("ann", "low", exact(10 + id, 40, 1, 1_000));
-    }
-    harness
-}
-
-#[test]
-fn what_would_miss_its_ttft_target_is_rejected_with_the_time_to_come_again() {
-    let mut policy = two_levels();
-    let mut asking = ClassSettings::new("asking");
-    asking.ttft_target_us = Some(20 * SECOND);
-    policy.classes.push(asking);
-    for waiting in [0, 3, 10] {
-        let mut harness = slow(policy.clone(), waiting);
-        let new = exact(99, 40, 1, 1_000);
-        let submitted = harness.try_submit(ticket_for("bob", "asking", &new), new);
-        // 4 seconds for each prompt, its own included.
-        let least = 4 * waiting + 4;
-        if least <= 20 {
-            submitted.expect("it will be in time");
-            continue;
-        }
-        let error = submitted.unwrap_err();
-        assert_eq!(error.code(), "ttft_unreachable");
-        let after = error.retry_after_us().expect("later") / SECOND;
-        assert!(after.abs_diff(least - 20) <= 3, "{error}: {after} s");
-        let new = exact(98, 40, 1, 1_000);
-        let urgent = harness.try_submit(ticket_for("bob", "high", &new), new);
-        urgent.expect("no target");
-    }
-}
-
-#[test]
-fn no_more_promotions_are_promised_than_can_be_kept() {
-    let mut policy = two_levels();
-    let mut sure = ClassSettings::new("sure");
-    sure.max_queue_time_us = Some(20 * SECOND);
-    sure.on_timeout = OnTimeout::Promote;
-    policy.classes.push(sure);
-    // What was promised nothing does not count, for promoted requests pass it.
-    let mut harness = slow(policy, 10);
-    let mut kept = Vec::new();
-    let error = loop {
-        let new = exact(100 + kept.len() as u64, 40, 1, 1_000);
-        let id = new.id.0;
-        match harness.try_submit(ticket_for("bob", "sure", &new), new) {
-            Ok(()) => kept.push(id),
-            Err(error) => break error,
-        }
-    };
-    assert_eq!(error.code(), "promise_unkeepable");
-    assert!((4..=6).contains(&kept.len()), "{} promises", kept.len());
-    let promised = harness.now.0 + 20 * SECOND;
-    // All of them are promoted at their bound, and one row serves them.
-    while harness.step_in(SECOND) && harness.now.0 < promised + 30 * SECOND {}
-    for id in kept {
-        assert_eq!(harness.client(id).ended, 1, "promise {id}");
-    }
-    assert!(harness.engine.metrics().live > 0, "others still wait");
-}
-
 #[test]
 fn a_tenant_above_its_rate_waits_for_it_or_is_told_at_once() {
     let mut policy = two_levels();
@@ -362,36 +293,4 @@ fn a_tenant_above_its_rate_waits_for_it_or_is_told_at_once() {
     harness.now = until;
     assert!(harness.step(), "the rate has caught up");
     assert_eq!(harness.client(2).ended, 1);
-}
-
-#[test]
-fn overload_is_shed_from_the_newest_and_ends_later_than_it_began() {
-    let mut policy = two_levels();
-    policy.classes[0].may_be_shed = true;
-    policy.shedding = Some(Shedding {
-        above_us: 30 * SECOND,
-        below_us: 10 * SECOND,
-    });
-    let mut harness = slow(policy, 7);
-    assert_eq!(harness.engine.metrics().shed, 0);
-    for id in 20..24 {
-        harness.submit_for("bob", "high", exact(id, 40, 1, 1_000));
-    }
-    // Eight prompts of 4 seconds were too much, two are not; then three more came.
-    assert_eq!(harness.engine.metrics().shed, 6);
-    let fresh = |h: &mut Harness, id| {
-        let new = exact(id, 40, 1, 1_000);
-        h.try_submit(ticket_for("ann", "low", &new), new)
-    };
-    let mut refused = 0;
-    while let Err(error) = fresh(&mut harness, 30) {
-        assert_eq!(error.code(), "shedding");
-        assert!(error.retry_after_us() >= Some(SECOND));
-        assert!(harness.step_in(SECOND), "it will be over");
-        refused += 1;
-    }
-    assert!(refused >= 4, "until the wait is below the lower bound");
-    assert_eq!(harness.client(30).ended, 0);
-    let given_up = |id| harness.client(id).answers[0].finish == Some(Finish::Shed);
-    assert!((11..17).all(given_up) && !given_up(10));
 }

@@ -202,6 +202,22 @@ fn ageing_bounds_the_wait_behind_higher_levels() {
 }
 
 #[test]
+fn who_was_promoted_is_not_preempted_by_those_it_went_ahead_of() {
+    let mut policy = two_levels();
+    policy.max_level_wait_us = Some(200);
+    let mut harness = engine(1, 64, policy);
+    harness.submit_for("ann", "low", exact(0, 4, 30, 1_000));
+    for id in 1..100 {
+        harness.submit_for("bob", "high", exact(id, 4, 2, 1_000));
+    }
+    while harness.client(0).ended == 0 {
+        assert!(harness.step());
+    }
+    assert_eq!(harness.engine.metrics().preemptions, 0);
+    assert!(harness.client(99).scheduled == 0, "they never stopped");
+}
+
+#[test]
 fn an_aged_request_is_promoted_at_the_bound_and_takes_the_next_row() {
     let mut policy = two_levels();
     policy.max_level_wait_us = Some(200);

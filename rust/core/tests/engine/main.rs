@@ -6,6 +6,7 @@ mod golden;
 mod harness;
 mod levels;
 mod orders;
+mod predictions;
 mod random;
 mod results;
 mod scenarios;

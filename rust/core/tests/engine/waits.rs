@@ -175,6 +175,44 @@ fn a_reload_changes_bounds_and_quotas_of_those_that_wait() {
 }
 
 #[test]
+fn a_tenant_is_let_go_when_the_request_it_was_too_busy_for_is_gone() {
+    let mut rules = policy();
+    rules.default_tenant.max_running = Some(2);
+    let mut harness = engine(rules);
+    harness.submit_for("ann", "all", exact(1, 4, 20, 1_000));
+    harness.step();
+    let mut two = exact(2, 4, 20, 1_000);
+    two.sampling.n = 2;
+    harness.submit_for("ann", "all", two);
+    harness.submit_for("ann", "all", exact(3, 4, 20, 1_000));
+    harness.step();
+    assert_eq!(
+        wait(&harness, 3).0,
+        WaitReason::Rate,
+        "the first is too much"
+    );
+    harness.abort(2);
+    harness.step();
+    assert_eq!(harness.client(3).scheduled, 1);
+    harness.run_to_end();
+}
+
+#[test]
+fn a_reload_forgets_tenants_that_are_named_no_more() {
+    let mut rules = policy();
+    rules.tenants = BTreeMap::from([("ann".into(), TenantSettings::default())]);
+    let mut harness = engine(rules);
+    harness.submit_for("ann", "all", exact(1, 4, 2, 1_000));
+    harness.run_to_end();
+    assert_eq!(harness.engine.shares().count(), 1, "named, so remembered");
+    harness
+        .engine
+        .reload(harness.now, &policy())
+        .expect("legal");
+    assert_eq!(harness.engine.shares().count(), 0);
+}
+
+#[test]
 fn a_reload_without_the_quota_lets_its_tenant_go() {
     let mut rules = policy();
     rules.default_tenant.tokens_per_second = Some(1);
