@@ -72,6 +72,13 @@ impl Ledger {
     /// Checks the books of queue, doors and tenants; says the first that disagrees.
     pub(crate) fn audit(&self) -> Result<(), String> {
         self.queue.flows().audit()?;
+        let referring = self.live.len() + self.tenants.num_flow_references();
+        let references = self.queue.flows().num_references();
+        if references != referring {
+            return Err(format!(
+                "{references} references to flows are held, by {referring}"
+            ));
+        }
         let waiting = self
             .requests
             .iter()

@@ -490,6 +490,13 @@ impl Flows {
             if flow.parent.is_some() && flow.standing.is_some() != (may_run && !flow.held) {
                 return Err(format!("{key:?} stands among its siblings wrongly"));
             }
+            let idle = (self.account(key).service, key);
+            let is_idle = flow.parent.map(|of| self.flow(of).idle.contains(&idle));
+            if is_idle.is_some_and(|is_idle| is_idle != (flow.references == 0)) {
+                return Err(format!(
+                    "{key:?} is idle to one, and referred to by another"
+                ));
+            }
             let late = |&(key, child): &SiblingKey| {
                 self.by_service && key.cost > self.account(child).service
             };
@@ -510,6 +517,12 @@ impl Flows {
     /// Flows that exist.
     pub fn num_flows(&self) -> usize {
         self.slab.len()
+    }
+
+    /// References to all flows, less those that flows have to their parents.
+    pub fn num_references(&self) -> usize {
+        let all = self.slab.iter().map(|(_, flow)| flow.references as usize);
+        all.sum::<usize>() - self.by_name.len()
     }
 }
 

@@ -243,6 +243,12 @@ impl Tenants {
         self.orphans.pop()
     }
 
+    /// References to flows that tenants have, those of tenants that are gone included.
+    pub fn num_flow_references(&self) -> usize {
+        let held = self.slab.iter().map(|(_, tenant)| tenant.flows.len());
+        held.sum::<usize>() + self.orphans.len()
+    }
+
     /// Forgets idle tenants that the rules name no more; nobody may be held.
     pub fn forget_unnamed(&mut self) {
         let idle =
