@@ -8,9 +8,11 @@ STAMPS := $(VENV)/.make
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 PROMPT ?=
 export PROMPT
+TRACES ?=
+SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-rust test-python soak check format bench wheel clean
+.PHONY: help run test test-rust test-python soak check format bench figures wheel clean
 
 help: ## This list
 	@echo "Chairlift: make <target>"
@@ -43,9 +45,24 @@ format: $(STAMPS)/installed ## Let the formatters have their way
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMPS)/installed ## Scheduler benches (criterion) and boundary benches (pytest-benchmark)
+bench: $(STAMPS)/installed ## Scheduler and simulator benches (criterion) and boundary benches (pytest-benchmark)
 	cargo bench --locked -p chairlift-benches
 	$(BIN)/python -m pytest benches --benchmark-only
+
+POLICIES = $(BIN)/python benches/policies.py --out docs --seed $(SEED) --experiment
+CHAT = --trace "$(TRACES)/azure2023_conv.csv.gz"
+BATCH = --batch "$(TRACES)/lengths_sharegpt8k.csv.gz"
+
+# An experiment in which something does not hold says so in its table, and the others go on.
+figures: $(STAMPS)/installed ## Tables and pictures of the policies into docs/; TRACES=<folder of traces>
+	@test -n "$(TRACES)" || { echo "set TRACES to the folder that holds the traces" >&2; exit 2; }
+	-$(POLICIES) head-of-line $(CHAT) --load 0.7
+	-$(POLICIES) fairness $(CHAT) --load 1.2
+	-$(POLICIES) flood --trace "$(TRACES)/servegen_m-large_300s_sampled.csv.gz" --load 1.5
+	-$(POLICIES) priority $(CHAT) $(BATCH) --load 0.3 --max-num-seqs 128
+	-$(POLICIES) overload $(CHAT) --load 1
+	-$(POLICIES) queue-time $(CHAT) $(BATCH) --load 1.5
+	-$(POLICIES) order $(CHAT) --load 0.95
 
 wheel: $(STAMPS)/installed ## One abi3 wheel for CPython 3.11 and newer, in dist/
 	rm -rf dist
@@ -65,5 +82,5 @@ $(STAMPS)/venv:
 
 # Installs the dependencies (torch is large: the first time takes minutes) and the release build.
 $(STAMPS)/installed: $(STAMPS)/venv pyproject.toml $(RUST_SOURCES)
-	$(if $(wildcard $@),PIP_QUIET=1) VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --extras test,dev
+	$(if $(wildcard $@),PIP_QUIET=1) VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --extras test,dev,bench
 	@touch $@

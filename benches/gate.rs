@@ -55,7 +55,7 @@ fn ticket(request: &NewRequest) -> Ticket {
     Ticket {
         tenant: tenant(number),
         class: Some(
-            if number % 2 == 0 {
+            if number.is_multiple_of(2) {
                 "batch"
             } else {
                 "interactive"

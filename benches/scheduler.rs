@@ -79,7 +79,7 @@ fn admit(c: &mut Criterion) {
     });
     group.bench_function("512_hashing_alone", |b| {
         let tokens: Vec<u32> = (0..PROMPT).collect();
-        let root = BlockHash::root(None, None);
+        let root = BlockHash::root([None; 3]);
         let mut chain = Vec::with_capacity(32);
         b.iter(|| {
             chain.clear();

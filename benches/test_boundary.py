@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 from chairlift import SamplingParams
-from chairlift.engine import EngineArgs, LocalEngine
+from chairlift.engine import LocalEngine
+from chairlift.engine_args import EngineArgs
 from chairlift.executor import StepPlan, StepResult
 from chairlift.prompts import ParsedPrompt
 from chairlift.testing import ByteTokenizer

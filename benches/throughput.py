@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from chairlift import LLM, SamplingParams
-from chairlift.engine import DEFAULT_MODEL
+from chairlift.engine_args import DEFAULT_MODEL
 from chairlift.models import llama
 from chairlift.torch_executor import TorchExecutor
 

@@ -13,9 +13,11 @@ import uvloop
 
 from chairlift import (
     AsyncEngine,
+    Config,
     ContextLengthError,
     EngineDeadError,
     InvalidRequestError,
+    PolicyConfig,
     QueueFullError,
     RequestFailedError,
     SamplingParams,
@@ -129,6 +131,34 @@ def test_several_answers_and_logprobs(run):
             assert own[-1].finish_reason == "length"
             positions = [position for delta in own for position in delta.logprobs]
             assert [next(iter(position)) for position in positions] == ids_of(own)
+
+    run(main)
+
+
+def test_who_asks_is_checked_at_once(run):
+    async def main():
+        async with make() as engine:
+            with pytest.raises(InvalidRequestError, match="priority is 'high'"):
+                engine.generate("a", priority="high")
+            stream = engine.generate(
+                "a", tokens(3), tenant="acme", user="u", priority=-3, deadline=60.0
+            )
+            assert len(ids_of(await collect(stream))) == 3
+
+    run(main)
+
+
+def test_reload_while_streams_run(run):
+    async def main():
+        executor = ScriptedExecutor(step_time=0.002)
+        async with make(executor) as engine:
+            stream = engine.generate("a", tokens(30))
+            deltas = [await anext(stream)]
+            engine.reload(Config(policy=PolicyConfig(tenants={"acme": {"weight": 2}})))
+            with pytest.raises(ConfigError, match="classes is other; it must be the same classes"):
+                engine.reload(Config(policy=PolicyConfig(classes={"other": {}})))
+            deltas += await collect(stream)
+            assert ids_of(deltas) == executor.expected("a", 30)
 
     run(main)
 

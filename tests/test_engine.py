@@ -8,15 +8,25 @@ import select
 import threading
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from chairlift import EngineDeadError, QueueFullError, SamplingParams, _core
-from chairlift.engine import CoreSettings, EngineArgs, EngineOptions, LocalEngine
-from chairlift.errors import InvalidRequestError
+from chairlift.engine import LocalEngine
+from chairlift.engine_args import CoreSettings, EngineArgs, EngineOptions
+from chairlift.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    QueueTimeoutError,
+    RequestFailedError,
+    TryLaterError,
+)
 from chairlift.executor import RaggedLogprobs, StepResult
+from chairlift.outputs import failure
 from chairlift.prompts import ParsedPrompt
+from chairlift.request_args import RequestArgs
 from chairlift.testing import ScriptedExecutor
 
 
@@ -68,7 +78,7 @@ def deltas_of(batches, request_id):
 def test_options_and_arguments_agree():
     assert set(EngineOptions.__annotations__) | {"model"} == set(EngineArgs.__slots__)
     # What the core reads, it finds.
-    assert set(CoreSettings.__slots__) - {"vocab_size"} <= set(EngineArgs.__slots__)
+    assert set(CoreSettings.__slots__) - {"vocab_size", "policy"} <= set(EngineArgs.__slots__)
 
 
 def test_flat_arrays_and_objects_say_the_same(start):
@@ -213,6 +223,74 @@ def test_reservations_are_given_back(start):
     place = client.reserve()
     assert client.submit(request(engine, "a"), place) == place.request_id
     until_ended(engine, place.request_id)
+
+
+def test_a_reservation_is_for_the_request_it_was_made_for(start):
+    engine = start()
+    client, args = engine.client, RequestArgs(tenant="acme", request_class="default", user="u")
+    own = engine.prepare(ParsedPrompt(None, [1]), [1], SamplingParams(n=2, max_tokens=1), args)[0]
+    for wrong in (
+        client.reserve(n=2),
+        client.reserve(args),
+        client.reserve(RequestArgs(tenant="acme", request_class="default"), n=2),
+    ):
+        with pytest.raises(RuntimeError, match="another tenant, class, user or number of answers"):
+            client.submit(own, wrong)
+        wrong.release()
+    place = client.reserve(args, n=2)
+    assert client.submit(own, place) == place.request_id
+    until_ended(engine, place.request_id)
+    assert client.metrics()["queued"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tenant", ""),
+        ("tenant", None),
+        ("tenant", "x" * 129),
+        ("tenant", "\ud800"),
+        ("request_class", 3),
+        ("user", b"u"),
+        ("priority", 1.0),
+        ("priority", True),
+        ("priority", 2**31),
+        ("deadline", -1),
+        ("deadline", float("nan")),
+        ("deadline", "1s"),
+    ],
+)
+def test_who_asks_is_checked(name, value):
+    with pytest.raises(InvalidRequestError, match=rf"^{name} is .*; it must be ") as caught:
+        RequestArgs(**{name: value})
+    assert caught.value.code == "invalid_parameter"
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "code"),
+    [
+        ("queue_timeout", QueueTimeoutError, "queue_timeout"),
+        ("deadline_missed", QueueTimeoutError, "deadline_missed"),
+        ("shed", OverloadedError, "shed"),
+        ("displaced", OverloadedError, "displaced"),
+        ("error", RequestFailedError, "request_failed"),
+    ],
+)
+def test_each_way_to_be_given_up_is_an_error_of_its_kind(reason, kind, code):
+    error = failure(SimpleNamespace(error="why", finish_reason=reason, engine_died=False))
+    assert type(error) is kind
+    assert (error.code, str(error)) == (code, "why")
+    assert isinstance(error, TryLaterError) == (reason != "error")
+    assert getattr(error, "retry_after", None) is None
+
+
+def test_the_counters_of_what_did_not_run_are_told(start):
+    engine = start(max_queued_requests=1)
+    with engine.client.reserve(), pytest.raises(QueueFullError):
+        engine.client.reserve()
+    metrics = engine.client.metrics()
+    names = ("submitted", "rejected", "expired", "shed", "displaced")
+    assert [metrics[name] for name in names] == [1, 1, 0, 0, 0]
 
 
 def test_submit_many_takes_what_fits(start):

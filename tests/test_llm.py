@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import pytest
 
 from chairlift import (
@@ -13,6 +11,7 @@ from chairlift import (
     SamplingParams,
 )
 from chairlift.errors import ConfigError, TokenizerError
+from chairlift.llm import _Call
 from chairlift.testing import ScriptedExecutor
 
 
@@ -95,7 +94,8 @@ def test_many_more_prompts_than_the_queue_has_room(executor):
         for prompt, result in zip(prompts, results, strict=True):
             assert result.outputs[0].token_ids == executor.expected(prompt, 5)
         metrics = llm.metrics()
-        assert metrics["submitted"] == metrics["finished"] == 200
+        # A prompt that found no place was rejected and waited outside.
+        assert metrics["submitted"] - metrics["rejected"] == metrics["finished"] == 200
         # Feeding one in, one out would not keep four rows busy.
         steady = [step for step in executor.steps if step.num_prefills + step.num_decodes == 4]
         assert len(steady) > 150
@@ -296,13 +296,37 @@ def test_room_that_the_queue_did_not_have_is_kept():
     executor = ScriptedExecutor()
     executor.hold()
     with make(executor, max_queued_requests=3, max_num_seqs=1) as llm:
-        waiting = deque(llm._prepare(["a"] * 8, tokens(2)))
-        live = {}
-        assert llm._feed(waiting, live, 1) == 0
+        call = _Call(llm._engine, llm._prepare(["a"] * 8, tokens(2), 0, {}), lambda _: None)
+        call.room = 1
+        call.feed()
         executor.wait_held()
-        assert llm._feed(waiting, live, 5) == 2
-        assert len(live) == 4
+        assert (call.room, llm.metrics()["live"]) == (0, 1)
+        call.room = 5
+        call.feed()
+        assert (call.room, llm.metrics()["live"]) == (2, 4)
         executor.release()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"priority": [1, 2, 3]},
+            "there are 2 prompts but 3 priority; give one for all, or one for",
+        ),
+        ({"priority": [1, "2"]}, "prompt 1: priority is '2'; it must be an integer"),
+        ({"tenant": 3}, "prompt 0: tenant is 3; it must be text of 1 to 128 bytes"),
+        ({"deadline": -1}, "prompt 0: deadline is -1; it must be a number of seconds"),
+    ],
+)
+def test_who_asks_is_checked_before_anything_runs(llm, executor, options, message):
+    for call in (llm.generate, lambda prompts, **rest: llm.chat(CHATS, **rest)):
+        with pytest.raises(InvalidRequestError, match=message):
+            call(["a", "b"], use_tqdm=False, **options)
+    assert not executor.steps
+
+
+CHATS = [[{"role": "user", "content": content}] for content in "ab"]
 
 
 # Refusals: before anything runs, with the numbers, and nothing is left.
@@ -403,7 +427,10 @@ def test_one_set_of_parameters_for_each(llm):
         ({"max_num_seqs": -1}, "max_num_seqs is -1"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, r"max_num_seqs \(64\) is above"),
         ({"block_size": 8}, "block_size is 8, but the executor's is 16"),
-        ({"executor": object()}, "the executor object has no method launch"),
+        (
+            {"executor": object()},
+            r"executor is <object .*>; it must be a string or have launch\(\)",
+        ),
         ({"executor": "no.such:Thing"}, "'no.such:Thing' cannot be loaded"),
         ({"executor": "chairlift.testing"}, "give module:Class"),
     ],

@@ -9,7 +9,8 @@ import pytest
 
 from chairlift import LLM, AsyncEngine, SamplingParams
 from chairlift.attention import AttentionError, AttentionParams
-from chairlift.engine import EngineArgs, LocalEngine
+from chairlift.engine import LocalEngine
+from chairlift.engine_args import EngineArgs
 from chairlift.errors import ChairliftError, ConfigError, InvalidRequestError
 from chairlift.sampler import Sampler, SamplerError
 from chairlift.testing import ByteTokenizer, ScriptedExecutor

@@ -7,56 +7,100 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from chairlift.async_engine import AsyncEngine, DeltaStream
+    from chairlift.config import (
+        ClassConfig,
+        Config,
+        JoinConfig,
+        PolicyConfig,
+        PriceConfig,
+        SheddingConfig,
+        TenantConfig,
+    )
     from chairlift.errors import (
         ChairliftError,
         ConfigError,
         ContextLengthError,
         EngineDeadError,
         InvalidRequestError,
+        OverloadedError,
         QueueFullError,
+        QueueTimeoutError,
+        RateLimitError,
         RequestFailedError,
+        TryLaterError,
     )
     from chairlift.llm import LLM
-    from chairlift.outputs import CompletionOutput, Delta, Logprob, RequestOutput, RequestStats
+    from chairlift.outputs import (
+        TIME_BOUNDS,
+        CompletionOutput,
+        Delta,
+        Logprob,
+        RequestOutput,
+        RequestStats,
+    )
     from chairlift.sampling import SamplingParams
 
 # Loaded when first asked for: importing chairlift costs next to nothing.
 _HOMES = {
     "AsyncEngine": "async_engine",
     "ChairliftError": "errors",
+    "ClassConfig": "config",
     "CompletionOutput": "outputs",
+    "Config": "config",
     "ConfigError": "errors",
     "ContextLengthError": "errors",
     "Delta": "outputs",
     "DeltaStream": "async_engine",
     "EngineDeadError": "errors",
     "InvalidRequestError": "errors",
+    "JoinConfig": "config",
     "LLM": "llm",
     "Logprob": "outputs",
+    "OverloadedError": "errors",
+    "PolicyConfig": "config",
+    "PriceConfig": "config",
     "QueueFullError": "errors",
+    "QueueTimeoutError": "errors",
+    "RateLimitError": "errors",
     "RequestFailedError": "errors",
     "RequestOutput": "outputs",
     "RequestStats": "outputs",
     "SamplingParams": "sampling",
+    "SheddingConfig": "config",
+    "TIME_BOUNDS": "outputs",
+    "TenantConfig": "config",
+    "TryLaterError": "errors",
 }
 
 __all__ = [
     "LLM",
+    "TIME_BOUNDS",
     "AsyncEngine",
     "ChairliftError",
+    "ClassConfig",
     "CompletionOutput",
+    "Config",
     "ConfigError",
     "ContextLengthError",
     "Delta",
     "DeltaStream",
     "EngineDeadError",
     "InvalidRequestError",
+    "JoinConfig",
     "Logprob",
+    "OverloadedError",
+    "PolicyConfig",
+    "PriceConfig",
     "QueueFullError",
+    "QueueTimeoutError",
+    "RateLimitError",
     "RequestFailedError",
     "RequestOutput",
     "RequestStats",
     "SamplingParams",
+    "SheddingConfig",
+    "TenantConfig",
+    "TryLaterError",
 ]
 
 

@@ -1,15 +1,19 @@
 """The Rust extension. Kept by hand; ``make check`` compares it with the module (mypy.stubtest)."""
 
-from collections.abc import Sequence
-from typing import Self, final
+from collections.abc import Callable, Sequence
+from typing import Any, Self, final
 
 import numpy as np
 from numpy import float32, int32, int64, uint8
 from numpy.typing import NDArray
 
-from chairlift.engine import CoreSettings, CoreVocabulary
+from chairlift.config import PolicyConfig
+from chairlift.engine import CoreVocabulary
+from chairlift.engine_args import CoreSettings
 from chairlift.executor import Executor
+from chairlift.request_args import RequestArgs
 from chairlift.sampling import SamplingParams
+from chairlift.simulation import CostProfile, Options, Workload
 
 @final
 class Request:
@@ -19,6 +23,7 @@ class Request:
         cls,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
+        args: RequestArgs | None = None,
         *,
         seed: int,
         cache_salt: str | None = None,
@@ -81,6 +86,10 @@ class Ended:
     def num_output_tokens(self) -> int: ...
     @property
     def num_preemptions(self) -> int: ...
+    @property
+    def predicted_ttft(self) -> float | None: ...
+    @property
+    def wait_times(self) -> dict[str, float]: ...
 
 @final
 class OutputBatch:
@@ -101,7 +110,7 @@ class OutputBatch:
     @property
     def text(self) -> bytes: ...
     @property
-    def finish_codes(self) -> NDArray[np.uint8]: ...  # [N]
+    def finish_codes(self) -> NDArray[np.uint8]: ...  # [N], 0 to 12: see the docstring
     def __len__(self) -> int: ...
     def deltas(self) -> list[Delta]: ...
     def scheduled(self) -> list[tuple[int, int]]: ...
@@ -113,7 +122,7 @@ class EngineClient:
     """The client of an engine."""
 
     def check(self, request: Request) -> None: ...
-    def reserve(self) -> Reservation: ...
+    def reserve(self, args: RequestArgs | None = None, *, n: int = 1) -> Reservation: ...
     def submit(self, request: Request, reservation: Reservation | None = None) -> int: ...
     def submit_many(self, requests: Sequence[Request]) -> list[int]: ...
     def abort(self, request_id: int) -> None: ...
@@ -127,7 +136,10 @@ class EngineClient:
     def end_reason(self) -> str | None: ...
     @property
     def wake_ups(self) -> int: ...
+    def reload(self, policy: PolicyConfig) -> None: ...
     def metrics(self) -> dict[str, int]: ...
+    def group_metrics(self) -> dict[str, dict[str, dict[str, Any]]]: ...
+    def waiting(self, request_id: int) -> tuple[str, dict[str, float]] | None: ...
 
 @final
 class EngineCore:
@@ -142,7 +154,26 @@ class EngineCore:
     def shutdown(self) -> None: ...
     def now(self) -> float: ...
 
+def time_bounds() -> list[float]: ...
 def check_settings(settings: CoreSettings) -> None: ...
+def check_policy(policy: PolicyConfig) -> None: ...
+
+# Simulator
+
+def simulate(
+    settings: CoreSettings,
+    profile: CostProfile,
+    workload: Workload,
+    options: Options,
+    progress: Callable[[int], object] | None = None,
+) -> dict[str, Any]: ...
+def capacity(
+    settings: CoreSettings,
+    profile: CostProfile,
+    workload: Workload,
+    options: Options,
+    progress: Callable[[int], object] | None = None,
+) -> float | None: ...
 
 # Kernels
 

@@ -14,10 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from chairlift import _core
-from chairlift.engine import DEFAULT_MODEL, EngineArgs, EngineOptions, LocalEngine, check_params
+from chairlift.config_file import engine_args
+from chairlift.engine import LocalEngine, check_params
+from chairlift.engine_args import ConfigSource, EngineOptions
 from chairlift.errors import ChairliftError, ConfigError, EngineDeadError, RequestFailedError
 from chairlift.outputs import (
     Delta,
@@ -29,6 +31,7 @@ from chairlift.outputs import (
     stop_reason,
 )
 from chairlift.prompts import ParsedPrompt, parse_prompt
+from chairlift.request_args import RequestArgs, RequestOptions
 
 if TYPE_CHECKING:
     from chairlift.engine import TokenizerLike
@@ -48,6 +51,7 @@ class _Answer:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    has_failed: bool = False
 
 
 @dataclass(slots=True)
@@ -79,7 +83,9 @@ class _Inbox:
         if delta.finish_reason is not None:
             answer.finish_reason = delta.finish_reason
             answer.stop_reason = stop_reason(delta, self.stop_strings)
-            self.error = self.error or failure(delta)
+            error = failure(delta)
+            answer.has_failed = error is not None
+            self.error = self.error or error
 
     def put_prompt(
         self, count: int, candidates: list[int], values: list[float], engine: LocalEngine
@@ -101,6 +107,15 @@ class _Inbox:
             reader.set_result(None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    """A request that was not submitted yet."""
+
+    prompt: Prompt
+    params: SamplingParams
+    args: RequestArgs
+
+
 class DeltaStream:
     """The deltas of one request, as an asynchronous iterator.
 
@@ -108,9 +123,7 @@ class DeltaStream:
     :meth:`aclose`, or dropping the stream (as leaving an ``async for`` does) aborts the request.
     """
 
-    def __init__(
-        self, engine: AsyncEngine, prompt: Prompt, params: SamplingParams, request_id: str
-    ) -> None:
+    def __init__(self, engine: AsyncEngine, submission: _Submission, request_id: str) -> None:
         """Made by :meth:`AsyncEngine.generate`."""
         self.request_id = request_id
         self.stats: RequestStats | None = None
@@ -121,8 +134,8 @@ class DeltaStream:
         self.seed: int | None = None
         """Key of the random stream, given or drawn; known when it is submitted."""
         self._engine = engine
-        self._prompt: Prompt | None = prompt
-        self._params = params
+        self._submission: _Submission | None = submission
+        """What is to be submitted."""
         self._inbox: _Inbox | None = None
         self._core_id: int | None = None
         """The engine's name for the request while it is live."""
@@ -136,16 +149,18 @@ class DeltaStream:
 
         Raises:
             InvalidRequestError: the prompt or a parameter cannot be used (first delta only).
-            QueueFullError: the waiting queue is full (first delta only).
+            QueueFullError, RateLimitError, OverloadedError: the request is refused at the door
+                (first delta only).
+            QueueTimeoutError, OverloadedError: it was given up while it waited.
             RequestFailedError: the executor failed on the request.
             EngineDeadError: the engine has ended.
         """
-        if self._prompt is not None:
-            prompt, self._prompt = self._prompt, None
-            if self._params.prompt_logprobs is not None:
+        if self._submission is not None:
+            submission, self._submission = self._submission, None
+            if submission.params.prompt_logprobs is not None:
                 self.prompt_logprobs = [None]
             self._core_id, self.seed, self._inbox = await self._engine._submit(
-                prompt, self._params, self.prompt_logprobs
+                submission, self.prompt_logprobs
             )
         inbox = self._inbox
         if inbox is None:
@@ -178,7 +193,7 @@ class DeltaStream:
         self._abort()
 
     def _abort(self) -> None:
-        self._prompt = None
+        self._submission = None
         self._inbox = None
         core_id, self._core_id = self._core_id, None
         if core_id is not None:
@@ -189,7 +204,7 @@ class DeltaStream:
         while inbox.answers:
             index = next(iter(inbox.answers))
             answer = inbox.answers.pop(index)
-            if answer.finish_reason == "error" and not answer.token_ids:
+            if answer.has_failed and not answer.token_ids:
                 continue
             return Delta(
                 request_id=self.request_id,
@@ -206,9 +221,10 @@ class DeltaStream:
 class AsyncEngine:
     """A model, loaded and ready to stream many requests at once on one event loop.
 
-    ``model`` is a local Hugging Face directory, ``smollm2-135m``, or a hub id; for the options see
-    :class:`chairlift.engine.EngineArgs`. ``isolation`` is where the engine runs: ``thread``, in
-    threads of this process.
+    ``model`` is a local Hugging Face directory, ``smollm2-135m`` (the default), or a hub id;
+    ``config`` a :class:`chairlift.Config` or the path of a ``chairlift.toml``. For the options,
+    which win over it, see :class:`chairlift.engine_args.EngineArgs`. ``isolation`` is where the
+    engine runs: ``thread``, in threads of this process.
 
     Raises:
         ConfigError: the settings cannot work.
@@ -217,7 +233,7 @@ class AsyncEngine:
 
     def __init__(
         self,
-        model: str = DEFAULT_MODEL,
+        model: str | None = None,
         *,
         isolation: Literal["thread", "process"] = "thread",
         **options: Unpack[EngineOptions],
@@ -227,7 +243,7 @@ class AsyncEngine:
             raise ConfigError(
                 f"isolation {isolation!r} is not available yet; use isolation='thread'"
             )
-        self._engine = LocalEngine(EngineArgs(model=model, **options))
+        self._engine = LocalEngine(engine_args(model, options))
         self._client = self._engine.client
         self._inboxes: dict[int, _Inbox] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -249,17 +265,36 @@ class AsyncEngine:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        priority: int = 0,
+        **options: Unpack[RequestOptions],
     ) -> DeltaStream:
         """Stream one request: ``async for delta in engine.generate(...)``.
 
-        ``request_id`` only names the request in its deltas; it need not be unique. What can be
-        raised is said at :meth:`DeltaStream.__anext__`.
+        ``request_id`` only names the request in its deltas; it need not be unique. Who asks
+        (``tenant``, ``request_class``, ``user``), ``priority`` (lower is sooner) and ``deadline``
+        (in seconds) are explained by :class:`chairlift.request_args.RequestArgs`. What can be
+        raised later is said at :meth:`DeltaStream.__anext__`.
 
         Raises:
-            InvalidRequestError: ``sampling_params`` is something else.
+            InvalidRequestError: an argument is of the wrong type.
         """
+        args = RequestArgs(priority=priority, **options)
+        submission = _Submission(prompt, check_params(sampling_params), args)
         name = f"request-{next(self._names)}" if request_id is None else request_id
-        return DeltaStream(self, prompt, check_params(sampling_params), name)
+        return DeltaStream(self, submission, name)
+
+    def reload(self, config: ConfigSource) -> None:
+        """Go over to the classes' numbers, tenants, weights and quotas of ``config``.
+
+        No request is lost. What a running engine cannot change must be as it was (see
+        :meth:`chairlift.engine.LocalEngine.reload`).
+
+        Raises:
+            ConfigError: the configuration cannot work, or not here; nothing has changed.
+            EngineDeadError: the engine has ended.
+        """
+        self._engine.reload(config)
 
     def metrics(self) -> dict[str, int]:
         """Counters and gauges of the engine.
@@ -268,6 +303,30 @@ class AsyncEngine:
             EngineDeadError: the engine has ended.
         """
         return self._client.metrics()
+
+    def group_metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Counters and histograms: ``{"classes": {name: {...}}, "tenants": {name: {...}}}``.
+
+        A histogram is ``{"counts": [...], "sum": seconds}``, with the buckets of
+        ``chairlift.TIME_BOUNDS``. ``served`` is priced service, in units of the price.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        return self._client.group_metrics()
+
+    def waiting(self, request_id: int) -> tuple[str, dict[str, float]] | None:
+        """Why a request waits, and for how many seconds it has waited for what.
+
+        Reasons: ``slots``, ``memory``, ``budget``, ``fairness`` (others that came later went
+        ahead), ``rate`` (its tenant's quota or running answers), ``window`` (its batch is not
+        formed).
+        ``None`` if it was scheduled or is not live.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        return self._client.waiting(request_id)
 
     async def shutdown(self) -> None:
         """Stop the engine; idempotent, from any loop.
@@ -304,17 +363,15 @@ class AsyncEngine:
         await self.shutdown()
 
     async def _submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        prompt_logprobs: list[PositionLogprobs | None] | None,
+        self, submission: _Submission, prompt_logprobs: list[PositionLogprobs | None] | None
     ) -> tuple[int, int, _Inbox]:
         """Reserve, tokenise, submit; returns the core's id, the seed and where news will be."""
-        parsed = parse_prompt(prompt)
+        params, args = submission.params, submission.args
+        parsed = parse_prompt(submission.prompt)
         self._watch()
-        with self._client.reserve() as place:
+        with self._client.reserve(args, n=params.n) as place:
             tokens = await self._tokenise(parsed)
-            request, seed = self._engine.prepare(parsed, tokens, params)
+            request, seed = self._engine.prepare(parsed, tokens, params, args)
             core_id = self._client.submit(request, place)
         inbox = _Inbox(params.stop_strings, params.n, prompt_logprobs)
         self._inboxes[core_id] = inbox

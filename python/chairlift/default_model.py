@@ -26,7 +26,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from chairlift.engine import DEFAULT_MODEL
+from chairlift.engine_args import DEFAULT_MODEL
 from chairlift.errors import DownloadError, ModelError
 from chairlift.gguf_convert import convert_gguf
 

@@ -1,4 +1,4 @@
-"""The engine in this process: settings, executor, scheduler thread, executor thread.
+"""The engine in this process: executor, scheduler thread, executor thread.
 
 :class:`~chairlift.LLM` and :class:`~chairlift.AsyncEngine` are two ways to talk to one
 :class:`LocalEngine`; both go through its ``client``, which a later engine in another process offers
@@ -14,10 +14,18 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from chairlift import _core
+from chairlift.config_file import load_config, naming
+from chairlift.engine_args import (
+    DEFAULT_MAX_MODEL_LEN,
+    ConfigSource,
+    EngineArgs,
+    check_args,
+    core_settings,
+)
 from chairlift.errors import ConfigError, InvalidRequestError
 from chairlift.sampling import SamplingParams
 
@@ -29,20 +37,14 @@ if TYPE_CHECKING:
 
     from chairlift.executor import Executor
     from chairlift.prompts import ParsedPrompt
+    from chairlift.request_args import RequestArgs
     from chairlift.tokenizer import TokenTableData
 
 logger = logging.getLogger("chairlift")
 
-DEFAULT_MODEL = "smollm2-135m"
 _DEFAULT_NUM_KV_BLOCKS = 4_096
-_MOST_KV_BLOCKS = 2**26
-"""The core's MAX_KV_BLOCKS: what stands for a pool whose size is not known yet."""
-_DEFAULT_MAX_MODEL_LEN = 8_192
 _JOIN_TIMEOUT_S = 10.0
 """How long a shutdown waits for the step that is running."""
-_KINDS = {"str": str, "int": int, "bool": bool}
-_POSITIVE = ("kv_cache_memory", "num_threads")
-_LARGEST = {"kv_cache_memory": 2**63 - 1, "seed": 2**63 - 1}
 
 
 class TokenizerLike(Protocol):
@@ -72,93 +74,6 @@ class TokenizerLike(Protocol):
         **kwargs: object,
     ) -> list[int]:
         """Token ids of a chat."""
-
-
-class EngineOptions(TypedDict, total=False):
-    """The keyword arguments of ``LLM`` and ``AsyncEngine``; :class:`EngineArgs` explains them."""
-
-    tokenizer: TokenizerLike | str | None
-    executor: Executor | str | None
-    revision: str | None
-    dtype: str
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int | None
-    long_prefill_token_threshold: int | None
-    block_size: int
-    num_kv_blocks: int | None
-    kv_cache_memory: int | None
-    enable_prefix_caching: bool
-    watermark_blocks: int | None
-    max_queued_requests: int
-    max_in_flight_steps: int
-    attention_backend: str
-    num_threads: int | None
-    max_logprobs: int
-    seed: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineArgs:
-    """Everything that can be chosen about an engine."""
-
-    model: str = DEFAULT_MODEL
-    """A local Hugging Face directory, ``smollm2-135m``, or a hub id."""
-    tokenizer: TokenizerLike | str | None = None
-    """A tokenizer or a directory that has one; None: the model's (or the executor's own)."""
-    executor: Executor | str | None = None
-    """An executor, or ``module:Class`` (see :func:`load_executor`); None: PyTorch on the CPU."""
-    revision: str | None = None
-    """Revision of a hub id."""
-    dtype: str = "auto"
-    """``float32``, ``bfloat16``, or ``auto``: what the machine computes natively."""
-    max_num_seqs: int = 256
-    """Most sequences that run at once."""
-    max_num_batched_tokens: int = 2_048
-    """Token budget of one iteration."""
-    max_model_len: int | None = None
-    """Longest sequence, prompt and output together; None: the model's own."""
-    long_prefill_token_threshold: int | None = None
-    """Longest prefill chunk of one sequence in one iteration; None: the token budget."""
-    block_size: int = 16
-    """Tokens a KV block holds."""
-    num_kv_blocks: int | None = None
-    """Blocks of the KV pool; None: from ``kv_cache_memory``."""
-    kv_cache_memory: int | None = None
-    """Bytes of the KV pool; None: a share of the memory that is available."""
-    enable_prefix_caching: bool = True
-    """Whether KV blocks are found again by their content."""
-    watermark_blocks: int | None = None
-    """Blocks that a newcomer leaves free while others run; None: one in a hundred."""
-    max_queued_requests: int = 4_096
-    """Most requests that wait; beyond it a submission is refused."""
-    max_in_flight_steps: int = 1
-    """Most steps that the executor has at once; 1 is all that there is today."""
-    attention_backend: str = "cpu"
-    """``cpu`` (the Rust kernel) or ``reference`` (plain PyTorch)."""
-    num_threads: int | None = None
-    """Threads of the forward pass; None: PyTorch's own choice."""
-    max_logprobs: int = 20
-    """Most candidates per position that a request may ask for, of output or prompt."""
-    seed: int = 0
-    """Where the seeds of requests without one are drawn from."""
-
-
-@dataclass(frozen=True, slots=True)
-class CoreSettings:
-    """``chairlift_core::config::Settings``, field by field."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    long_prefill_token_threshold: int | None
-    block_size: int
-    num_kv_blocks: int
-    enable_prefix_caching: bool
-    watermark_blocks: int | None
-    max_queued_requests: int
-    vocab_size: int
-    max_in_flight_steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +109,15 @@ class LocalEngine:
             ConfigError: the settings cannot work.
             ModelError: the model cannot be loaded.
         """
-        _check_args(args)
+        check_args(args)
         self.args = args
+        self.config = args.config
+        """What it runs with now; :meth:`reload` changes the policy."""
         self._thread = _ExecutorThread(args)
         try:
             parts = self._thread.parts()
             self.tokenizer = parts.tokenizer
-            settings = _settings(
+            settings = core_settings(
                 args,
                 max_model_len=parts.max_model_len,
                 num_kv_blocks=parts.num_kv_blocks,
@@ -218,9 +135,15 @@ class LocalEngine:
         self._finalizer = weakref.finalize(self, _stop, self.core, self._thread)
 
     def prepare(
-        self, prompt: ParsedPrompt, token_ids: list[int], params: SamplingParams
+        self,
+        prompt: ParsedPrompt,
+        token_ids: list[int],
+        params: SamplingParams,
+        args: RequestArgs | None = None,
     ) -> tuple[_core.Request, int]:
         """Make a request of its parts; returns it with the seed it will use.
+
+        Without ``args`` it is of the default tenant and class.
 
         Raises:
             InvalidRequestError: a parameter cannot be used.
@@ -237,8 +160,31 @@ class LocalEngine:
         seed = params.seed
         if seed is None or seed < 0:
             seed = self._seeds.getrandbits(63)
-        request = _core.Request(token_ids, params, seed=seed, cache_salt=prompt.cache_salt)
+        request = _core.Request(token_ids, params, args, seed=seed, cache_salt=prompt.cache_salt)
         return request, seed
+
+    def reload(self, source: ConfigSource) -> None:
+        """Go over to the classes' numbers, tenants, weights and quotas of another configuration.
+
+        No request is lost. What a running engine cannot change must be as it was: the ``[engine]``
+        table, names and levels of the classes, and how the queue shares, prices, orders and joins.
+
+        Raises:
+            ConfigError: the configuration cannot work, or not here; nothing has changed.
+            EngineDeadError: the engine has ended.
+        """
+        config = load_config(source)
+        old: Mapping[str, object] = {**self.config.engine}
+        new: Mapping[str, object] = {**config.engine}
+        with naming(source):
+            for name in sorted(old.keys() | new.keys()):
+                if old.get(name) != new.get(name):
+                    raise ConfigError(
+                        f"engine.{name} is {_said(new, name)}; it must be {_said(old, name)}, as "
+                        "when the engine was started: restart it to change that"
+                    )
+            self.client.reload(config.policy)
+        self.config = config
 
     def decode_token(self, token: int) -> str:
         """Text of one token, by itself."""
@@ -294,7 +240,7 @@ def _given_parts(args: EngineArgs, given: Executor | str) -> _Parts:
     if num_kv_blocks is None:
         num_kv_blocks = int(getattr(executor, "num_kv_blocks", _DEFAULT_NUM_KV_BLOCKS))
     if max_model_len is None:
-        max_model_len = int(getattr(executor, "max_model_len", _DEFAULT_MAX_MODEL_LEN))
+        max_model_len = int(getattr(executor, "max_model_len", DEFAULT_MAX_MODEL_LEN))
     return _Parts(
         executor=executor,
         tokenizer=tokenizer,
@@ -383,60 +329,8 @@ def _tokenizer(args: EngineArgs, own: TokenizerLike | None) -> TokenizerLike:
     return Tokenizer.from_directory(resolve_model(args.model, revision=args.revision))
 
 
-def _check_args(args: EngineArgs) -> None:
-    """Check everything that is known before a model is loaded.
-
-    Types are those of the fields. Ranges are the core's, which is asked with placeholders for what
-    only the model decides, and asked again when that is known.
-    """
-    for option in fields(args):
-        value = getattr(args, option.name)
-        name, _, optional = str(option.type).partition(" | ")
-        kind = _KINDS.get(name)
-        if kind is None or optional not in ("", "None") or (optional and value is None):
-            continue  # an object: whoever uses it checks it
-        if kind is int:
-            low, high = int(option.name in _POSITIVE), _LARGEST.get(option.name, 2**31 - 1)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ConfigError(
-                    f"{option.name} is {value!r}; it must be an integer from {low} to {high}"
-                )
-        elif not isinstance(value, kind):
-            wanted = "True or False" if kind is bool else "a string"
-            raise ConfigError(f"{option.name} is {value!r}; it must be {wanted}")
-    _core.check_settings(
-        _settings(
-            args,
-            max_model_len=(
-                _DEFAULT_MAX_MODEL_LEN if args.max_model_len is None else args.max_model_len
-            ),
-            num_kv_blocks=_MOST_KV_BLOCKS if args.num_kv_blocks is None else args.num_kv_blocks,
-            vocab_size=1,
-        )
-    )
-
-
-def _settings(
-    args: EngineArgs, *, max_model_len: int, num_kv_blocks: int, vocab_size: int
-) -> CoreSettings:
-    settings = CoreSettings(
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        long_prefill_token_threshold=args.long_prefill_token_threshold,
-        block_size=args.block_size,
-        num_kv_blocks=num_kv_blocks,
-        enable_prefix_caching=args.enable_prefix_caching,
-        watermark_blocks=args.watermark_blocks,
-        max_queued_requests=args.max_queued_requests,
-        vocab_size=vocab_size,
-        max_in_flight_steps=args.max_in_flight_steps,
-    )
-    for name in CoreSettings.__slots__:
-        value = getattr(settings, name)
-        if value is not None and not (isinstance(value, int) and 0 <= value < 2**31):
-            raise ConfigError(f"{name} is {value!r}; it must be an integer from 0 to {2**31 - 1}")
-    return settings
+def _said(options: Mapping[str, object], name: str) -> str:
+    return repr(options[name]) if name in options else "left out"
 
 
 def _vocabulary(parts: _Parts) -> CoreVocabulary:

@@ -26,7 +26,7 @@ class InvalidRequestError(ChairliftError, ValueError):
     """A request that can never run as it is. Nothing of it is left in the engine.
 
     Codes: ``invalid_parameter``, ``invalid_prompt``, ``empty_prompt``, ``token_out_of_range``,
-    ``no_reservation``, and those of stop strings.
+    ``unknown_class``, ``too_many_answers``, ``no_reservation``, and those of stop strings.
     """
 
     code = "invalid_request"
@@ -38,10 +38,55 @@ class ContextLengthError(InvalidRequestError):
     code = "context_length_exceeded"
 
 
-class QueueFullError(ChairliftError):
-    """The waiting queue is full; the same request may be taken later."""
+class TryLaterError(ChairliftError):
+    """The request could run, but not now: the same may be accepted later."""
+
+    code = "try_later"
+    retry_after: float | None
+    """Seconds after which it may be, as predicted; None: nothing is known."""
+
+    def __init__(
+        self, message: str, *, code: str | None = None, retry_after: float | None = None
+    ) -> None:
+        """Keep the message, the stable name and the prediction."""
+        super().__init__(message, code=code)
+        self.retry_after = retry_after
+
+
+class QueueFullError(TryLaterError):
+    """There is no place in the waiting queue: for nobody, for the class, or for the tenant.
+
+    Codes: ``queue_full``, ``class_full``, ``tenant_full``.
+    """
 
     code = "queue_full"
+
+
+class RateLimitError(TryLaterError):
+    """Accepting the request now would break a promise: a tenant's token rate, or a class's times.
+
+    Codes: ``rate_exceeded``, ``ttft_unreachable``, ``promise_unkeepable``.
+    """
+
+    code = "rate_exceeded"
+
+
+class OverloadedError(TryLaterError):
+    """More important work needs the engine.
+
+    Codes: ``shedding`` (refused at the door), ``shed`` and ``displaced`` (given up as it waited).
+    """
+
+    code = "shedding"
+
+
+class QueueTimeoutError(TryLaterError):
+    """The request waited for as long as it may, and was given up before it was first scheduled.
+
+    Codes: ``queue_timeout`` (of its class), ``deadline_missed`` (its own).
+    """
+
+    code = "queue_timeout"
 
 
 class RequestFailedError(ChairliftError):

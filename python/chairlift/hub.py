@@ -12,7 +12,7 @@ import os
 import re
 from pathlib import Path
 
-from chairlift.engine import DEFAULT_MODEL
+from chairlift.engine_args import DEFAULT_MODEL
 from chairlift.errors import DownloadError, ModelNotFoundError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from chairlift.errors import ChairliftError, EngineDeadError, RequestFailedError
+from chairlift import _core
+from chairlift.errors import (
+    ChairliftError,
+    EngineDeadError,
+    OverloadedError,
+    QueueTimeoutError,
+    RequestFailedError,
+    TryLaterError,
+)
 
-if TYPE_CHECKING:
-    from chairlift import _core
+_GIVEN_UP: dict[str, type[TryLaterError]] = {
+    "queue_timeout": QueueTimeoutError,
+    "deadline_missed": QueueTimeoutError,
+    "shed": OverloadedError,
+    "displaced": OverloadedError,
+}
+"""By finish reason, what became of a request that was accepted and never scheduled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +35,9 @@ class Logprob:
     decoded_token: str
     """Its text, by itself."""
 
+
+TIME_BOUNDS: tuple[float, ...] = tuple(_core.time_bounds())
+"""Upper bounds of the buckets of ``group_metrics()``, in seconds; the last bucket has none."""
 
 PositionLogprobs = dict[int, Logprob]
 """Candidates for one position by token id: the one that is there first, then the best."""
@@ -44,6 +59,11 @@ class RequestStats:
     num_preemptions: int
     num_answers: int = 1
     """The request's ``n``."""
+    predicted_ttft: float | None = None
+    """Seconds to the first token that the gate predicted; ``None`` before anything was measured."""
+    wait_times: Mapping[str, float] = field(default_factory=dict)
+    """Seconds for which it waited for ``slots``, ``memory``, ``budget``, ``fairness``, ``rate`` and
+    ``window`` before it was scheduled; together the queue time."""
 
     @classmethod
     def from_core(cls, ended: _core.Ended, num_answers: int) -> RequestStats:
@@ -58,6 +78,8 @@ class RequestStats:
             num_output_tokens=ended.num_output_tokens,
             num_preemptions=ended.num_preemptions,
             num_answers=num_answers,
+            predicted_ttft=ended.predicted_ttft,
+            wait_times=ended.wait_times,
         )
 
     @property
@@ -118,7 +140,8 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    """``stop``, ``length``, ``abort`` or ``error``."""
+    """``stop``, ``length``, ``abort`` or ``error``; of a request that never ran, the code of
+    :attr:`RequestOutput.error`."""
     stop_reason: int | str | None = None
     """The stop token or stop string; None for the end-of-sequence token."""
     logprobs: list[PositionLogprobs] | None = None
@@ -142,8 +165,9 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     """One entry per prompt token, the first of them None, if asked for."""
     error: ChairliftError | None = None
-    """Why an answer ended with ``error``."""
+    """Why the request failed, or why it never ran."""
     stats: RequestStats | None = None
+    """None: it was refused at the door."""
 
     @property
     def num_cached_tokens(self) -> int:
@@ -156,6 +180,9 @@ def failure(delta: _core.Delta) -> ChairliftError | None:
     message = delta.error
     if message is None:
         return None
+    given_up = _GIVEN_UP.get(delta.finish_reason or "")
+    if given_up is not None:
+        return given_up(message, code=delta.finish_reason)
     return EngineDeadError(message) if delta.engine_died else RequestFailedError(message)
 
 

@@ -30,7 +30,7 @@ from chairlift.executor import (
 from chairlift.tokenizer import TokenTableData
 
 if TYPE_CHECKING:
-    from chairlift.engine import EngineArgs
+    from chairlift.engine_args import EngineArgs
 
 
 class ByteTokenizer:

@@ -9,12 +9,15 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from chairlift.cli import generate
+from chairlift.cli import config, generate
 from chairlift.errors import ChairliftError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 after an error, 130 after Ctrl-C."""
+    """Run one command; returns the exit status: 0, 1 after an error, 130 after Ctrl-C.
+
+    ``config check`` returns 2 for a file that cannot work, as argparse does for wrong usage.
+    """
     args = _parser().parse_args(argv)
     if getattr(args, "executor", None) is not None and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a script's own directory is there instead
@@ -37,4 +40,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"chairlift {version('chairlift')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate.add_command(commands)
+    config.add_command(commands)
     return parser

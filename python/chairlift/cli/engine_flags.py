@@ -1,12 +1,12 @@
 """Flags that choose an engine, for every command that starts one. Names are vLLM's where they mean
-the same; the defaults are those of :class:`chairlift.engine.EngineArgs`."""
+the same; the defaults are those of :class:`chairlift.engine_args.EngineArgs`."""
 
 from __future__ import annotations
 
 import argparse
 import re
 
-from chairlift.engine import DEFAULT_MODEL, EngineOptions
+from chairlift.engine_args import DEFAULT_MODEL, EngineOptions
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -16,6 +16,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     # Flags that are not given are left out, so that the defaults are written once.
     flag = _Adder(group)
+    flag(
+        "--config",
+        metavar="FILE",
+        help="a chairlift.toml: options, classes and tenants; flags win over it",
+    )
     flag("--tokenizer", metavar="DIR", help="a directory with another tokenizer")
     flag("--revision", help="revision of a hub id")
     flag("--dtype", choices=["auto", "float32", "bfloat16"], help="precision of the model")
@@ -42,6 +47,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="find KV blocks again by their content",
     )
     flag("--max-queued-requests", type=int, metavar="N", help="most requests that wait")
+    flag("--max-queued-tokens", type=int, metavar="N", help="most prompt tokens that wait")
     flag("--max-in-flight-steps", type=int, metavar="N", help="steps at once; only 1 today")
     flag("--attention-backend", choices=["cpu", "reference"], help="attention kernels")
     flag("--num-threads", type=int, metavar="N", help="threads of the forward pass")
@@ -49,9 +55,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     flag("--executor", metavar="MODULE:CLASS", help="an executor of your own")
     group.add_argument(
         "--model",
-        default=DEFAULT_MODEL,
         metavar="DIR_OR_NAME",
-        help="a Hugging Face directory, a hub id, or %(default)s (the default)",
+        help=f"a Hugging Face directory, a hub id, or {DEFAULT_MODEL} (the default)",
     )
 
 

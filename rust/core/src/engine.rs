@@ -7,13 +7,13 @@ use crate::config::policy::Policy;
 use crate::config::{Limits, Settings, Vocabulary};
 use crate::error::{CommitError, ConfigError, SubmitError};
 use crate::iteration::commit::{Commit, StepResults, remove_ended};
-use crate::iteration::join::window_end;
+use crate::iteration::join::{Padding, leaves_together, window_end};
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::StepPlan;
 use crate::iteration::scheduler::Scheduler;
 use crate::iteration::shares::Share;
-use crate::metrics::Metrics;
+use crate::metrics::{GroupMetrics, Metrics};
 use crate::output::OutputBatch;
 use crate::request::{Finish, NewRequest, RequestId, Ticket, Time};
 use crate::waiting::forecast::Blocked;
@@ -55,6 +55,13 @@ impl Engine {
         reserved
     }
 
+    /// Whether a place for `n` answers is free at everybody's door. For a caller that feeds its own
+    /// requests as there is room: what it does not try is not counted as rejected.
+    pub fn has_room(&self, n: u32) -> bool {
+        let queued = self.ledger.door.queued();
+        queued.saturating_add(n) <= self.limits.max_queued_requests()
+    }
+
     fn count_rejection(&mut self, result: &Result<(), SubmitError>) {
         if result.is_err() {
             self.ledger.counters.submitted += 1;
@@ -89,6 +96,7 @@ impl Engine {
                     .let_in(&self.lane, &self.limits, reserved, request, prompt, now)
             }
             Err(error) => {
+                self.ledger.count_rejected(reserved.class, reserved.tenant);
                 self.ledger.tenants.release(reserved.tenant);
                 Err(error)
             }
@@ -243,9 +251,38 @@ impl Engine {
         Some((reason, self.ledger.wait_times(key, now)))
     }
 
+    /// What became of the requests of each class, by name.
+    pub fn class_metrics(&self) -> impl Iterator<Item = (&str, &GroupMetrics)> {
+        let classes = self.ledger.rules.policy().classes.iter();
+        let metrics = self.ledger.classes.iter().map(|class| &class.metrics);
+        classes.map(|class| class.name.as_str()).zip(metrics)
+    }
+
+    /// What became of the requests of each tenant, by name: of those that the policy names since the
+    /// engine started, of others while they have requests.
+    pub fn tenant_metrics(&self) -> impl Iterator<Item = (&str, &GroupMetrics)> {
+        let tenants = self.ledger.tenants.iter();
+        tenants.map(|(_, tenant)| (&*tenant.name, &tenant.metrics))
+    }
+
     /// What each tenant's flows were served.
     pub fn shares(&self) -> impl Iterator<Item = Share<'_>> {
         self.ledger.shares()
+    }
+
+    /// Rows that are padding: none where newcomers join at every iteration.
+    pub fn padding(&self) -> Padding {
+        let mut padding = Padding::default();
+        if leaves_together(self.ledger.rules.policy().join) {
+            for key in &self.lane.running {
+                let sequence = &self.ledger.sequences[key.0];
+                if sequence.finished.is_some() {
+                    padding.sequences += 1;
+                    padding.context_tokens += u64::from(sequence.num_tokens());
+                }
+            }
+        }
+        padding
     }
 
     /// Counters and gauges.

@@ -4,7 +4,7 @@ pub(crate) mod admission;
 pub(crate) mod charge;
 pub mod commit;
 pub(crate) mod door;
-pub(crate) mod join;
+pub mod join;
 pub(crate) mod lane;
 pub(crate) mod ledger;
 pub mod plan;

@@ -6,18 +6,24 @@
 //!
 //! The way of a request:
 //! 1. [`Engine::reserve`] takes a place at the door ([`waiting::gate`]) before anything costly is done.
-//! 2. [`Engine::submit`] checks the request ([`request`]); it waits in [`waiting::queue`].
-//! 3. [`Engine::schedule`] decides one iteration: running decodes, then prefill chunks, then
-//!    newcomers, within the token budget and the memory. A sequence that needs memory when there is
-//!    none preempts the newest.
+//! 2. [`Engine::submit`] checks the request ([`request`]) and rejects it if its class's promise cannot be
+//!    kept ([`waiting::forecast`]); it waits in [`waiting::queue`], where levels, shares
+//!    ([`waiting::fairness`]) and order ([`waiting::order`]) say who is next. [`Engine::on_time`] expires
+//!    or promotes who has waited too long.
+//! 3. [`Engine::schedule`] decides one iteration: running decodes, then prefill chunks and newcomers,
+//!    the highest level first, within the token budget and the memory. Who needs memory when there is
+//!    none preempts the newest of the lowest level.
 //! 4. The decision is written once as flat arrays: [`iteration::plan`].
 //! 5. An executor, outside, runs the step.
 //! 6. [`Engine::commit`] applies its results: counters, full blocks made findable, text and stop
 //!    strings ([`text`]). Who is finished leaves at once; its memory serves the next iteration.
 //! 7. [`Engine::outputs`] holds what the clients want to know, one batch an iteration ([`output`]).
 //!
-//! Modules use only what stands below them: engine, iteration, waiting, memory, and the ground floor
-//! (config, error, request, output, text, metrics).
+//! [`sim`] drives all this under a virtual clock, to see what a policy does before anybody is served by
+//! it.
+//!
+//! Modules use only what stands below them: sim, engine, iteration, waiting, predict, memory, and the
+//! ground floor (config, error, request, output, text, metrics).
 #![forbid(unsafe_code)]
 
 pub mod config;
@@ -29,6 +35,7 @@ pub mod metrics;
 pub mod output;
 pub mod predict;
 pub mod request;
+pub mod sim;
 pub mod text;
 pub mod waiting;
 

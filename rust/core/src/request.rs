@@ -257,7 +257,38 @@ pub enum Finish {
     Displaced,
 }
 
+/// The kinds of ends that are counted apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EndKind {
+    /// By itself.
+    Finished,
+    /// Its client gave it up.
+    Aborted,
+    /// The executor or the engine failed it.
+    Failed,
+    /// It waited too long, or missed its deadline.
+    Expired,
+    /// Shed under overload.
+    Shed,
+    /// It gave its place to a more important one.
+    Displaced,
+}
+
 impl Finish {
+    /// Its kind.
+    pub fn kind(self) -> EndKind {
+        match self {
+            Self::Eos | Self::StopToken(_) | Self::StopString(_) | Self::Length => {
+                EndKind::Finished
+            }
+            Self::Abort => EndKind::Aborted,
+            Self::RowFailed | Self::StepFailed | Self::EngineDead => EndKind::Failed,
+            Self::QueueTimeout | Self::DeadlineMissed => EndKind::Expired,
+            Self::Shed => EndKind::Shed,
+            Self::Displaced => EndKind::Displaced,
+        }
+    }
+
     /// The finish reason as the API names it: `stop`, `length`, `abort` or `error`; of what was never
     /// scheduled, the stable reason for which it was given up.
     pub fn reason(self) -> &'static str {

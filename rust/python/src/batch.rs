@@ -7,9 +7,11 @@ use std::sync::Arc;
 use chairlift_core::output::{Event, Output, TokenLogprob};
 use chairlift_core::request::{Finish, RequestStats, Time};
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use pyo3::types::PyList;
 
 use crate::delivery::{Delivery, Outbox};
+use crate::groups::wait_times;
 use crate::numpy::{Kind, Plain, copied};
 
 /// A delivery whose memory goes back to the outbox when nobody looks at it any more.
@@ -123,7 +125,8 @@ impl OutputBatch {
     }
 
     /// `[N]` uint8 how each delta ended its answer: 0 not, 1 eos, 2 stop token, 3 stop string,
-    /// 4 length, 5 abort, 6 row failed, 7 step failed, 8 engine dead.
+    /// 4 length, 5 abort, 6 row failed, 7 step failed, 8 engine dead, 9 queue timeout, 10 deadline
+    /// missed, 11 shed, 12 displaced.
     #[getter]
     fn finish_codes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, ("uint8", 1), |output| finish_code(output.finish))
@@ -232,7 +235,8 @@ impl Delta {
         &self.shared.delivery.batch.text[self.output().text.clone()]
     }
 
-    /// `stop`, `length`, `abort` or `error`, if this is the answer's end.
+    /// `stop`, `length`, `abort` or `error`, if this is the answer's end; of a request that was given
+    /// up before it was scheduled `queue_timeout`, `deadline_missed`, `shed` or `displaced`.
     #[getter]
     fn finish_reason(&self) -> Option<&'static str> {
         self.output().finish.map(Finish::reason)
@@ -256,7 +260,7 @@ impl Delta {
         }
     }
 
-    /// Why the answer ended with `error`.
+    /// Why the answer ended, if that was neither its own end nor its client's.
     #[getter]
     fn error(&self) -> Option<&str> {
         let message = self
@@ -268,7 +272,21 @@ impl Delta {
             Finish::RowFailed => Some("the executor failed on this request; others go on"),
             Finish::StepFailed => Some(message.unwrap_or("the executor failed the step")),
             Finish::EngineDead => Some(message.unwrap_or("the engine is dead")),
-            _ => None,
+            Finish::QueueTimeout => {
+                Some("the request has waited for as long as its class may wait; retry later")
+            }
+            Finish::DeadlineMissed => Some(
+                "the deadline has passed, or was certain to, before the request could be scheduled",
+            ),
+            Finish::Shed => Some("the engine is overloaded and gave the request up; retry later"),
+            Finish::Displaced => {
+                Some("the queue was full and a more important request took the place; retry later")
+            }
+            Finish::Eos
+            | Finish::StopToken(_)
+            | Finish::StopString(_)
+            | Finish::Length
+            | Finish::Abort => None,
         }
     }
 
@@ -350,6 +368,18 @@ impl Ended {
     #[getter]
     fn num_preemptions(&self) -> u32 {
         self.stats.num_preemptions
+    }
+
+    /// Seconds to the first token that the gate predicted; `None` if nothing was measured yet.
+    #[getter]
+    fn predicted_ttft(&self) -> Option<f64> {
+        self.stats.predicted_ttft_us.map(|us| us as f64 / 1e6)
+    }
+
+    /// Seconds for which it waited for what before it was scheduled.
+    #[getter]
+    fn wait_times<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        wait_times(py, self.stats.waits)
     }
 }
 

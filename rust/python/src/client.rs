@@ -20,23 +20,36 @@ use crate::batch::OutputBatch;
 use crate::command::{Command, Reply};
 use crate::delivery::{Outbox, Status, Until};
 use crate::errors::{Refusal, misuse};
-use crate::request::Request;
+use crate::groups::wait_times;
+use crate::policy::read_policy;
+use crate::request::{Request, RequestArgsView};
 
 /// A blocked client looks for signals (Ctrl-C) this often.
 const SIGNAL_CHECK: Duration = Duration::from_millis(100);
 
-/// What a client and its reservations share.
-struct Line {
-    commands: Sender<Command>,
-    outbox: Arc<Outbox>,
-    next_id: AtomicU64,
-    limits: Arc<Limits>,
-    eos_token_ids: Vec<u32>,
+/// What a client and its reservations share: the engine, as it is seen from outside.
+pub struct Line {
+    /// To the scheduler thread.
+    pub commands: Sender<Command>,
+    /// From it.
+    pub outbox: Arc<Outbox>,
+    /// Name of the next request.
+    pub next_id: AtomicU64,
+    /// What a request is checked against.
+    pub limits: Arc<Limits>,
+    /// The model's end-of-sequence tokens.
+    pub eos_token_ids: Vec<u32>,
+    /// Zero of the engine's clock.
+    pub epoch: Instant,
 }
 
 impl Line {
     fn fresh_id(&self) -> RequestId {
         RequestId(self.next_id.fetch_add(1, Ordering::Relaxed))
+    }
+
+    fn now(&self) -> Time {
+        Time(self.epoch.elapsed().as_micros() as u64)
     }
 
     /// Posts a command and waits for its answer, without the GIL.
@@ -70,21 +83,10 @@ pub struct EngineClient {
 }
 
 impl EngineClient {
-    /// A client that posts to `commands` and reads from `outbox`.
-    pub fn new(
-        commands: Sender<Command>,
-        outbox: Arc<Outbox>,
-        limits: Arc<Limits>,
-        eos_token_ids: Vec<u32>,
-    ) -> Self {
+    /// The client at the end of a line.
+    pub fn new(line: Line) -> Self {
         Self {
-            line: Arc::new(Line {
-                commands,
-                outbox,
-                next_id: AtomicU64::new(1),
-                limits,
-                eos_token_ids,
-            }),
+            line: Arc::new(line),
         }
     }
 
@@ -98,28 +100,36 @@ impl EngineClient {
     /// Raises what `submit` would raise for the request itself; asks nobody.
     fn check(&self, request: &Request) -> PyResult<()> {
         let line = &self.line;
-        let named = request.named(RequestId(0));
+        let (_, named) = request.named(RequestId(0), Time(0));
         let checked = named.validate(&line.limits, &line.eos_token_ids, Time(0));
         checked
             .map(drop)
             .map_err(|error| Refusal::from(error).into())
     }
 
-    /// Reserves a place at the door, before anything costly is done for a request.
-    fn reserve(&self, py: Python<'_>) -> PyResult<Reservation> {
+    /// Reserves a place at the door for each of `n` answers, before anything costly is done for a
+    /// request. `args` has the attributes of `RequestArgs`; `None`: the default tenant and class.
+    #[pyo3(signature = (args = None, *, n = 1))]
+    fn reserve(
+        &self,
+        py: Python<'_>,
+        args: Option<RequestArgsView>,
+        n: u32,
+    ) -> PyResult<Reservation> {
         let id = self.line.fresh_id();
-        let ticket = Ticket::new(id);
+        let ticket = args.unwrap_or_default().ticket(id, n);
+        let asked = ticket.clone();
         self.line
-            .ask(py, |reply| Command::Reserve(ticket, reply))??;
+            .ask(py, |reply| Command::Reserve(asked, reply))??;
         Ok(Reservation {
             line: Arc::clone(&self.line),
-            id,
+            ticket,
             is_open: AtomicBool::new(true),
         })
     }
 
-    /// Submits a request on a reserved place, or on one that is reserved in the same breath, and
-    /// returns its id.
+    /// Submits a request on the place that was reserved for it, or on one that is reserved in the same
+    /// breath, and returns its id.
     #[pyo3(signature = (request, reservation = None))]
     fn submit(
         &self,
@@ -128,31 +138,40 @@ impl EngineClient {
         reservation: Option<&Reservation>,
     ) -> PyResult<u64> {
         let Some(reservation) = reservation else {
-            let named = request.named(self.line.fresh_id());
-            let id = named.id.0;
-            let many = |reply| Command::SubmitMany(vec![named], reply);
-            let (_, refusal) = self.line.ask(py, many)?;
-            return refusal.map_or(Ok(id), |refusal| Err(refusal.into()));
+            let named = request.named(self.line.fresh_id(), self.line.now());
+            let id = named.1.id.0;
+            let at_once = |reply| Command::SubmitAtOnce(Box::new(named), reply);
+            self.line.ask(py, at_once)??;
+            return Ok(id);
         };
+        let id = reservation.ticket.id;
+        let (ticket, named) = request.named(id, self.line.now());
+        if ticket != reservation.ticket {
+            return Err(misuse(
+                "the reservation is for another tenant, class, user or number of answers",
+            ));
+        }
         if !reservation.is_open.swap(false, Ordering::AcqRel) {
             return Err(misuse("the reservation was used or released already"));
         }
-        let named = Box::new(request.named(reservation.id));
+        let named = Box::new(named);
         self.line.ask(py, |reply| Command::Submit(named, reply))??;
-        Ok(reservation.id.0)
+        Ok(id.0)
     }
 
-    /// Submits requests in order until the queue is full, and returns the ids of those it took. Any
-    /// other refusal is raised, if it is the first request's; else the next call meets it.
+    /// Submits requests in order until the queue is full (of all, of the class's or of the tenant's),
+    /// and returns the ids of those it took. Any other refusal is raised, if it is the first request's;
+    /// else the next call meets it.
     #[expect(clippy::needless_pass_by_value, reason = "how PyO3 hands over a list")]
     fn submit_many(&self, py: Python<'_>, requests: Vec<PyRef<'_, Request>>) -> PyResult<Vec<u64>> {
+        let now = self.line.now();
         let named: Vec<_> = requests
             .iter()
-            .map(|request| request.named(self.line.fresh_id()))
+            .map(|request| request.named(self.line.fresh_id(), now))
             .collect();
-        let mut ids: Vec<u64> = named.iter().map(|request| request.id.0).collect();
-        let many = |reply| Command::SubmitMany(named, reply);
-        let (taken, refusal) = self.line.ask(py, many)?;
+        let mut ids: Vec<u64> = named.iter().map(|(ticket, _)| ticket.id.0).collect();
+        let feed = |reply| Command::Feed(named, reply);
+        let (taken, refusal) = self.line.ask(py, feed)?;
         ids.truncate(taken);
         match refusal {
             Some(refusal) if taken == 0 && !refusal.is_full_queue() => Err(refusal.into()),
@@ -240,9 +259,37 @@ impl EngineClient {
         self.line.outbox.wake_ups()
     }
 
+    /// Goes over to another policy (a `PolicyConfig`); nothing that was accepted is lost. Raises
+    /// `ConfigError`, and then nothing has changed.
+    fn reload(&self, py: Python<'_>, policy: &Bound<'_, PyAny>) -> PyResult<()> {
+        let policy = Box::new(read_policy(policy)?);
+        self.line
+            .ask(py, |reply| Command::Reload(policy, reply))??;
+        Ok(())
+    }
+
     /// Counters and gauges.
     fn metrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.line.ask(py, Command::Metrics)?.to_dict(py)
+    }
+
+    /// Counters and histograms by class and by tenant, and what each tenant was served.
+    fn group_metrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.line.ask(py, Command::Groups)?.to_dict(py)
+    }
+
+    /// Why a request waits now, and for how many seconds it has waited for what; `None` if it was
+    /// scheduled or is not live.
+    fn waiting<'py>(
+        &self,
+        py: Python<'py>,
+        request_id: u64,
+    ) -> PyResult<Option<(&'static str, Bound<'py, PyDict>)>> {
+        let ask = |reply| Command::Wait(RequestId(request_id), reply);
+        match self.line.ask(py, ask)? {
+            None => Ok(None),
+            Some(wait) => Ok(Some((wait.reason, wait_times(py, wait.times)?))),
+        }
     }
 }
 
@@ -250,7 +297,7 @@ impl EngineClient {
 #[pyclass(frozen, module = "chairlift._core")]
 pub struct Reservation {
     line: Arc<Line>,
-    id: RequestId,
+    ticket: Ticket,
     is_open: AtomicBool,
 }
 
@@ -259,13 +306,13 @@ impl Reservation {
     /// The id that the request will have.
     #[getter]
     fn request_id(&self) -> u64 {
-        self.id.0
+        self.ticket.id.0
     }
 
     /// Gives the place back unless it was used; idempotent.
     fn release(&self) {
         if self.is_open.swap(false, Ordering::AcqRel) {
-            let _ = self.line.commands.send(Command::Release(self.id));
+            let _ = self.line.commands.send(Command::Release(self.ticket.id));
         }
     }
 

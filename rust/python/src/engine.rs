@@ -5,13 +5,12 @@
 //! Shutting down is idempotent, from any thread: the scheduler aborts what is live and ends, which
 //! disconnects the executor thread.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
-use chairlift_core::config::policy::Policy;
 use chairlift_core::config::{Limits, Settings};
 use chairlift_core::iteration::commit::StepResults;
 use chairlift_core::text::TokenTable;
@@ -20,15 +19,16 @@ use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::client::EngineClient;
+use crate::client::{EngineClient, Line};
 use crate::command::{Command, Step};
 use crate::delivery::Outbox;
 use crate::errors::{config_error, misuse, setup_error};
 use crate::executor_thread::{self, ExecutorEnd};
 use crate::plan_memory::plan_sets;
+use crate::policy::read_policy;
 use crate::scheduler_thread::{self, SchedulerEnd};
 
-/// The attributes of the settings object; the names are the core's.
+/// The attributes of the settings object, but for its policy; the names are the core's.
 #[derive(FromPyObject)]
 struct SettingsView {
     max_num_seqs: u32,
@@ -40,28 +40,30 @@ struct SettingsView {
     enable_prefix_caching: bool,
     watermark_blocks: Option<u32>,
     max_queued_requests: u32,
+    max_queued_tokens: Option<u64>,
     vocab_size: u32,
     max_in_flight_steps: u32,
 }
 
-impl From<SettingsView> for Settings {
-    fn from(view: SettingsView) -> Self {
-        Self {
-            max_num_seqs: view.max_num_seqs,
-            max_num_batched_tokens: view.max_num_batched_tokens,
-            max_model_len: view.max_model_len,
-            long_prefill_token_threshold: view.long_prefill_token_threshold,
-            block_size: view.block_size,
-            num_kv_blocks: view.num_kv_blocks,
-            enable_prefix_caching: view.enable_prefix_caching,
-            watermark_blocks: view.watermark_blocks,
-            max_queued_requests: view.max_queued_requests,
-            max_queued_tokens: None,
-            policy: Policy::default(),
-            vocab_size: view.vocab_size,
-            max_in_flight_steps: view.max_in_flight_steps,
-        }
-    }
+/// Reads an object with the attributes of `chairlift.engine_args.CoreSettings`.
+pub fn read_settings(settings: &Bound<'_, PyAny>) -> PyResult<Settings> {
+    let policy = read_policy(&settings.getattr("policy")?)?;
+    let view: SettingsView = settings.extract()?;
+    Ok(Settings {
+        max_num_seqs: view.max_num_seqs,
+        max_num_batched_tokens: view.max_num_batched_tokens,
+        max_model_len: view.max_model_len,
+        long_prefill_token_threshold: view.long_prefill_token_threshold,
+        block_size: view.block_size,
+        num_kv_blocks: view.num_kv_blocks,
+        enable_prefix_caching: view.enable_prefix_caching,
+        watermark_blocks: view.watermark_blocks,
+        max_queued_requests: view.max_queued_requests,
+        max_queued_tokens: view.max_queued_tokens,
+        policy,
+        vocab_size: view.vocab_size,
+        max_in_flight_steps: view.max_in_flight_steps,
+    })
 }
 
 /// The bytes of every token, and which tokens end a text.
@@ -88,11 +90,11 @@ pub struct EngineCore {
 #[pymethods]
 impl EngineCore {
     /// Starts the scheduler thread. `settings` and `vocabulary` are objects with the attributes of
-    /// `chairlift.engine.CoreSettings` and `chairlift.engine.CoreVocabulary`.
+    /// `chairlift.engine_args.CoreSettings` and `chairlift.engine.CoreVocabulary`.
     #[new]
     fn new(settings: &Bound<'_, PyAny>, vocabulary: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = settings.py();
-        let settings: Settings = settings.extract::<SettingsView>()?.into();
+        let settings = read_settings(settings)?;
         let limits = Arc::new(validate(&settings)?);
         let vocabulary = read_vocabulary(py, vocabulary.extract()?)?;
         let eos_token_ids = vocabulary.eos_token_ids.clone();
@@ -120,8 +122,14 @@ impl EngineCore {
             vocab_size: limits.vocab_size(),
         };
         let scheduler = py.detach(|| start_scheduler(settings, vocabulary, end))?;
-        let client =
-            EngineClient::new(commands.clone(), outbox, Arc::clone(&limits), eos_token_ids);
+        let client = EngineClient::new(Line {
+            commands: commands.clone(),
+            outbox,
+            next_id: AtomicU64::new(1),
+            limits: Arc::clone(&limits),
+            eos_token_ids,
+            epoch,
+        });
         Ok(Self {
             commands,
             client: Py::new(py, client)?,
@@ -215,7 +223,14 @@ impl Drop for EngineCore {
 /// Raises what starting an engine with these settings would raise, without starting one.
 #[pyfunction]
 pub fn check_settings(settings: &Bound<'_, PyAny>) -> PyResult<()> {
-    validate(&settings.extract::<SettingsView>()?.into()).map(drop)
+    validate(&read_settings(settings)?).map(drop)
+}
+
+/// Raises what starting an engine with this `PolicyConfig` would raise.
+#[pyfunction]
+pub fn check_policy(policy: &Bound<'_, PyAny>) -> PyResult<()> {
+    let checked = read_policy(policy)?.validate();
+    checked.map(drop).map_err(|error| config_error(&error))
 }
 
 fn validate(settings: &Settings) -> PyResult<Limits> {

@@ -15,16 +15,21 @@ use pyo3::types::{PyDict, PyType};
 /// Why a command of a client was not carried out.
 #[derive(Clone, Debug)]
 pub enum Refusal {
-    /// The request itself, or a full queue.
+    /// The request itself, or what the gate promised to others.
     Submit(SubmitError),
+    /// The settings.
+    Config(ConfigError),
     /// The engine no longer runs; says why.
     Dead(Arc<str>),
 }
 
 impl Refusal {
-    /// Whether trying again later can help.
+    /// Whether there is no place in the queue now, for nobody or for the likes of this request.
     pub fn is_full_queue(&self) -> bool {
-        matches!(self, Self::Submit(SubmitError::QueueFull { .. }))
+        match self {
+            Self::Submit(error) => python_class(error) == QUEUE_FULL,
+            _ => false,
+        }
     }
 }
 
@@ -34,49 +39,89 @@ impl From<SubmitError> for Refusal {
     }
 }
 
+impl From<ConfigError> for Refusal {
+    fn from(error: ConfigError) -> Self {
+        Self::Config(error)
+    }
+}
+
 impl From<Refusal> for PyErr {
     fn from(refusal: Refusal) -> Self {
         match refusal {
-            Refusal::Submit(error) => {
-                let class = match error {
-                    SubmitError::PromptTooLong { .. } => "ContextLengthError",
-                    SubmitError::QueueFull { .. } => "QueueFullError",
-                    _ => "InvalidRequestError",
-                };
-                raise(class, &error.to_string(), error.code())
-            }
-            Refusal::Dead(reason) => raise("EngineDeadError", &reason, "engine_dead"),
+            Refusal::Submit(error) => raise(
+                python_class(&error),
+                &error.to_string(),
+                error.code(),
+                error.retry_after_us(),
+            ),
+            Refusal::Config(error) => config_error(&error),
+            Refusal::Dead(reason) => raise("EngineDeadError", &reason, "engine_dead", None),
         }
+    }
+}
+
+const QUEUE_FULL: &str = "QueueFullError";
+
+/// The class of `chairlift.errors` for a kind of refusal: one for each way of treating it.
+fn python_class(error: &SubmitError) -> &'static str {
+    match error {
+        SubmitError::QueueFull { .. }
+        | SubmitError::TokensFull { .. }
+        | SubmitError::ClassFull { .. }
+        | SubmitError::TenantFull { .. } => QUEUE_FULL,
+        SubmitError::RateExceeded { .. }
+        | SubmitError::TtftUnreachable { .. }
+        | SubmitError::PromiseUnkeepable { .. } => "RateLimitError",
+        SubmitError::Shedding { .. } => "OverloadedError",
+        SubmitError::PromptTooLong { .. } => "ContextLengthError",
+        SubmitError::EmptyPrompt
+        | SubmitError::TokenOutOfRange { .. }
+        | SubmitError::InvalidParameter { .. }
+        | SubmitError::TooManyAnswers { .. }
+        | SubmitError::UnknownClass { .. }
+        | SubmitError::DuplicateRequest { .. }
+        | SubmitError::NoReservation { .. } => "InvalidRequestError",
     }
 }
 
 /// A setting is invalid.
 pub fn config_error(error: &ConfigError) -> PyErr {
-    raise("ConfigError", &error.to_string(), error.code())
+    raise("ConfigError", &error.to_string(), error.code(), None)
 }
 
 /// The token table or another part of the set-up is invalid.
 pub fn setup_error(message: &str, code: &str) -> PyErr {
-    raise("ConfigError", message, code)
+    raise("ConfigError", message, code, None)
 }
 
 /// A request is malformed before the core sees it.
 pub fn invalid_request(message: &str, code: &str) -> PyErr {
-    raise("InvalidRequestError", message, code)
+    raise("InvalidRequestError", message, code, None)
 }
 
-/// Builds `chairlift.errors.<class>(message, code=code)`.
-fn raise(class: &str, message: &str, code: &str) -> PyErr {
-    Python::attach(|py| build(py, class, message, code).unwrap_or_else(|error| error))
+/// Builds `chairlift.errors.<class>(message, code=code)`, with `retry_after` in seconds if there is one.
+fn raise(class: &str, message: &str, code: &str, retry_after_us: Option<u64>) -> PyErr {
+    Python::attach(|py| {
+        build(py, class, message, code, retry_after_us).unwrap_or_else(|error| error)
+    })
 }
 
-fn build(py: Python<'_>, class: &str, message: &str, code: &str) -> PyResult<PyErr> {
+fn build(
+    py: Python<'_>,
+    class: &str,
+    message: &str,
+    code: &str,
+    retry_after_us: Option<u64>,
+) -> PyResult<PyErr> {
     static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
     let errors = ERRORS.get_or_try_init(py, || py.import("chairlift.errors").map(Bound::unbind))?;
     let class = errors.bind(py).getattr(class)?;
     let class = class.cast::<PyType>().map_err(PyErr::from)?;
     let keywords = PyDict::new(py);
     keywords.set_item("code", code)?;
+    if let Some(microseconds) = retry_after_us {
+        keywords.set_item("retry_after", microseconds as f64 / 1e6)?;
+    }
     Ok(PyErr::from_value(class.call((message,), Some(&keywords))?))
 }
 

@@ -61,7 +61,7 @@ fn serve(end: ExecutorEnd, executor: &Bound<'_, PyAny>) -> PyResult<()> {
     let mut steps = end.steps;
     loop {
         let (back, received) = py.detach(move || {
-            let received = recv_soon(&steps, PATIENCE);
+            let received = recv_soon(&steps, PATIENCE, None);
             (steps, received)
         });
         steps = back;

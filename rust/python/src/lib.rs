@@ -5,6 +5,8 @@
 //! memory that both can see (`plan_memory`, `plan_views`), results come back as arrays (`step_result`),
 //! and clients take everything an iteration has to say in one batch (`delivery`, `batch`, `client`).
 //!
+//! Beside all that, `simulate` runs the core under a virtual clock.
+//!
 //! No Python call and no drop of a Python object happens under a lock.
 
 mod batch;
@@ -14,15 +16,19 @@ mod delivery;
 mod engine;
 mod errors;
 mod executor_thread;
+mod groups;
 mod kernels;
 mod metrics;
 mod numpy;
 mod plan_memory;
 mod plan_views;
+mod policy;
 mod record;
 mod request;
 mod sampler;
 mod scheduler_thread;
+mod sim_arrays;
+mod simulate;
 mod step_result;
 
 /// The extension module.
@@ -33,7 +39,9 @@ mod _core {
     #[pymodule_export]
     use crate::client::{EngineClient, Reservation};
     #[pymodule_export]
-    use crate::engine::{EngineCore, check_settings};
+    use crate::engine::{EngineCore, check_policy, check_settings};
+    #[pymodule_export]
+    use crate::groups::time_bounds;
     #[pymodule_export]
     use crate::kernels::{
         AttentionBatch, AttentionLayer, add_rms_norm, attention_forward, kernel_pool,
@@ -43,4 +51,6 @@ mod _core {
     use crate::request::Request;
     #[pymodule_export]
     use crate::sampler::Sampler;
+    #[pymodule_export]
+    use crate::simulate::{capacity, simulate};
 }

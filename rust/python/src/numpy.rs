@@ -12,6 +12,7 @@ impl Plain for u64 {}
 impl Plain for i32 {}
 impl Plain for i64 {}
 impl Plain for f32 {}
+impl Plain for f64 {}
 impl<T: Plain, const N: usize> Plain for [T; N] {}
 
 /// A dtype, and the columns of a row (1: a flat array).

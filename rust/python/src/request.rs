@@ -3,11 +3,13 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use chairlift_core::request::{NewRequest, RequestId, SamplingParams, StopParams};
+use chairlift_core::config::policy::DEFAULT_TENANT;
+use chairlift_core::request::{NewRequest, RequestId, SamplingParams, StopParams, Ticket, Time};
 use chairlift_core::text::{StopStrings, StopText};
 use pyo3::prelude::*;
 
 use crate::errors::invalid_request;
+use crate::policy::microseconds;
 
 /// The attributes of `chairlift.SamplingParams` that the core needs.
 #[derive(FromPyObject)]
@@ -32,33 +34,75 @@ struct ParamsView {
     logit_bias: BTreeMap<u32, f32>,
 }
 
+/// The attributes of `RequestArgs`: who asks, and for what.
+#[derive(Clone, FromPyObject)]
+pub struct RequestArgsView {
+    tenant: String,
+    request_class: Option<String>,
+    user: Option<String>,
+    priority: i32,
+    deadline: Option<f64>,
+}
+
+impl Default for RequestArgsView {
+    fn default() -> Self {
+        Self {
+            tenant: DEFAULT_TENANT.to_owned(),
+            request_class: None,
+            user: None,
+            priority: 0,
+            deadline: None,
+        }
+    }
+}
+
+impl RequestArgsView {
+    /// What the gate is asked with.
+    pub fn ticket(self, id: RequestId, n: u32) -> Ticket {
+        Ticket {
+            id,
+            tenant: self.tenant,
+            class: self.request_class,
+            user: self.user,
+            n,
+        }
+    }
+}
+
 /// A request that can be checked and submitted, any number of times: each submission is a new one.
 #[pyclass(frozen, module = "chairlift._core")]
 pub struct Request {
+    args: RequestArgsView,
     prototype: NewRequest,
 }
 
 impl Request {
-    /// The request under a name of its own.
-    pub fn named(&self, id: RequestId) -> NewRequest {
-        NewRequest {
+    /// The request under a name of its own, submitted `now`.
+    pub fn named(&self, id: RequestId, now: Time) -> (Ticket, NewRequest) {
+        let deadline = self.args.deadline.map(microseconds);
+        let request = NewRequest {
             id,
+            deadline: deadline.map(|left_us| Time(now.0.saturating_add(left_us))),
             ..self.prototype.clone()
-        }
+        };
+        (self.args.clone().ticket(id, request.sampling.n), request)
     }
 }
 
 #[pymethods]
 impl Request {
-    /// `params` has the attributes of `SamplingParams`; `seed` is the key of the random stream.
+    /// `params` has the attributes of `SamplingParams`, `args` those of `RequestArgs`; `seed` is the
+    /// key of the random stream.
     #[new]
-    #[pyo3(signature = (prompt_token_ids, params, *, seed, cache_salt = None))]
+    #[pyo3(signature = (prompt_token_ids, params, args = None, *, seed, cache_salt = None))]
     fn new(
         prompt_token_ids: &Bound<'_, PyAny>,
         params: &Bound<'_, PyAny>,
+        args: Option<RequestArgsView>,
         seed: u64,
         cache_salt: Option<String>,
     ) -> PyResult<Self> {
+        let args = args.unwrap_or_default();
         let prompt = read(
             prompt_token_ids,
             "prompt_token_ids must be a list of token ids",
@@ -93,9 +137,10 @@ impl Request {
                     skip_special_tokens: params.skip_special_tokens,
                 },
                 cache_salt,
-                priority: 0,
-                deadline: None,
+                priority: args.priority,
+                deadline: None, // set by each submission
             },
+            args,
         })
     }
 }

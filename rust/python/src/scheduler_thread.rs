@@ -2,7 +2,7 @@
 //!
 //! It sleeps on one channel (and on the core's next timer), serves whatever arrives, and whenever no
 //! step is in flight plans the next one. A step runs on the executor thread meanwhile; commands are
-//! served all the same. After a step: commit, plan the next, hand it over, and only then deliver, so
+//! served and timers fire all the same. After a step: commit, plan the next, hand it over, and only then deliver, so
 //! that the executor never waits for a client.
 //!
 //! The engine ends in one of three ways, after each of which every request has had its end and every
@@ -15,11 +15,13 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use chairlift_core::Engine;
+use chairlift_core::config::policy::Policy;
 use chairlift_core::request::{NewRequest, Ticket, Time};
 
 use crate::command::{Command, Step, recv_soon};
 use crate::delivery::{Delivery, Outbox};
 use crate::errors::Refusal;
+use crate::groups::{Groups, Wait};
 use crate::metrics::EngineMetrics;
 
 /// What the thread is given.
@@ -108,12 +110,15 @@ impl Scheduler {
             let frees_the_executor =
                 matches!(command, Command::StepDone(_) | Command::StepFailed(..));
             self.serve(command);
-            if frees_the_executor || !self.is_open {
+            if frees_the_executor || !self.is_open || self.timer_is_due() {
                 break;
             }
             next = self.end.commands.try_recv().ok();
         }
         if self.is_open {
+            if self.timer_is_due() {
+                self.engine.on_time(self.now());
+            }
             self.plan();
         }
         self.deliver(None);
@@ -121,23 +126,22 @@ impl Scheduler {
 
     /// The next command, or `None` when a timer of the core is due.
     fn sleep(&self) -> Option<Command> {
-        let received = match self.engine.next_wake() {
-            None => {
-                // A step of a small model may be back at once; without one nothing is expected.
-                let patience = self.in_flight.as_ref().map_or(Duration::ZERO, |_| PATIENCE);
-                recv_soon(&self.end.commands, patience).map_err(|_| RecvTimeoutError::Disconnected)
-            }
-            Some(time) => {
-                let left = Duration::from_micros(time.since_us(self.now()));
-                self.end.commands.recv_timeout(left)
-            }
-        };
-        match received {
+        // A step of a small model may be back at once; without one nothing is expected.
+        let patience = self.in_flight.as_ref().map_or(Duration::ZERO, |_| PATIENCE);
+        let timer = self.engine.next_wake();
+        // A timer beyond what the clock can tell never fires.
+        let limit = timer.and_then(|at| self.end.epoch.checked_add(Duration::from_micros(at.0)));
+        match recv_soon(&self.end.commands, patience, limit) {
             Ok(command) => Some(command),
             Err(RecvTimeoutError::Timeout) => None,
             // Every other end is gone: nobody is left to serve.
             Err(RecvTimeoutError::Disconnected) => Some(Command::Shutdown),
         }
+    }
+
+    fn timer_is_due(&self) -> bool {
+        let timer = self.engine.next_wake();
+        timer.is_some_and(|at| at <= self.now())
     }
 
     /// An answer whose asker is gone is dropped.
@@ -151,15 +155,29 @@ impl Scheduler {
             Command::Submit(request, reply) => {
                 let _ = reply.send(self.submit(now, *request));
             }
-            Command::SubmitMany(requests, reply) => {
-                let _ = reply.send(self.submit_many(now, requests));
+            Command::SubmitAtOnce(request, reply) => {
+                let (ticket, request) = *request;
+                let reserved = self.reserve(now, ticket);
+                let _ = reply.send(reserved.and_then(|()| self.submit(now, request)));
+            }
+            Command::Feed(requests, reply) => {
+                let _ = reply.send(self.feed(now, requests));
             }
             Command::Abort(id) => {
                 self.engine.abort(now, id);
             }
             Command::AbortAll => self.engine.abort_all(now),
+            Command::Reload(policy, reply) => {
+                let _ = reply.send(self.reload(now, &policy));
+            }
             Command::Metrics(reply) => {
                 let _ = reply.send(self.metrics());
+            }
+            Command::Groups(reply) => {
+                let _ = reply.send(Groups::of(&self.engine));
+            }
+            Command::Wait(id, reply) => {
+                let _ = reply.send(self.engine.wait(now, id).map(Wait::from));
             }
             Command::StepDone(step) => self.step_done(now, step),
             Command::StepFailed(step, why) => self.step_failed(now, step, &why),
@@ -194,17 +212,26 @@ impl Scheduler {
         Ok(())
     }
 
-    fn submit_many(&mut self, now: Time, requests: Vec<NewRequest>) -> (usize, Option<Refusal>) {
-        for (taken, request) in requests.into_iter().enumerate() {
-            let result = self
-                .reserve(now, Ticket::new(request.id))
-                .and_then(|()| self.submit(now, request));
-            if let Err(refusal) = result {
+    fn reload(&mut self, now: Time, policy: &Policy) -> Result<(), Refusal> {
+        match &self.dead {
+            Some(reason) => Err(Refusal::Dead(Arc::clone(reason))),
+            None => Ok(self.engine.reload(now, policy)?),
+        }
+    }
+
+    fn feed(&mut self, now: Time, requests: Vec<(Ticket, NewRequest)>) -> (usize, Option<Refusal>) {
+        let mut taken = 0;
+        for (ticket, request) in requests {
+            if self.dead.is_none() && !self.engine.has_room(ticket.n) {
+                break;
+            }
+            let reserved = self.reserve(now, ticket);
+            if let Err(refusal) = reserved.and_then(|()| self.submit(now, request)) {
                 return (taken, Some(refusal));
             }
+            taken += 1;
         }
-        // All were taken; the caller knows how many it sent.
-        (usize::MAX, None)
+        (taken, None)
     }
 
     /// Plans the next step unless one is in flight, and hands it to the executor thread.

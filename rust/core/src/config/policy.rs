@@ -215,7 +215,8 @@ pub struct Policy {
     /// How much a token processed by the engine since it arrived moves a waiting request forward, in
     /// predicted tokens; for [`Order::Shortest`] and [`Order::Footprint`].
     pub ageing: f64,
-    /// Longest wait behind higher levels, in microseconds: then a request is promoted.
+    /// Longest wait behind higher levels, in microseconds: some iterations earlier a request is
+    /// promoted, so that it is scheduled by then unless no place comes free.
     pub max_level_wait_us: Option<u64>,
     /// When newcomers may join.
     pub join: Join,
@@ -294,11 +295,15 @@ impl Policy {
         }
         self.check_prices()?;
         if !(self.ageing.is_finite() && self.ageing >= 0.0) {
-            return Err(invalid("ageing", self.ageing, "a number of at least 0"));
+            return Err(invalid(
+                "queue.ageing",
+                self.ageing,
+                "a number of at least 0",
+            ));
         }
-        at_least_one("max_level_wait".into(), self.max_level_wait_us)?;
+        at_least_one("queue.max_level_wait".into(), self.max_level_wait_us)?;
         if let Join::Window { size: 0, .. } = self.join {
-            return Err(invalid("join.size", 0, "at least 1"));
+            return Err(invalid("queue.join.size", 0, "at least 1"));
         }
         if let Some(Shedding { above_us, below_us }) = self.shedding
             && below_us >= above_us
@@ -330,9 +335,9 @@ impl Policy {
             return Ok(());
         };
         let prices = [
-            ("price.input", input),
-            ("price.cached", cached),
-            ("price.output", output),
+            ("queue.price.input", input),
+            ("queue.price.cached", cached),
+            ("queue.price.output", output),
         ];
         for (key, price) in prices {
             if !(0.0..=1_000.0).contains(&price) {
@@ -454,10 +459,10 @@ impl Rules {
             return Err(invalid("classes", told.join(", "), allowed));
         }
         let fixed = [
-            ("sharing", old.sharing == new.sharing),
-            ("price", old.price == new.price),
-            ("order", old.order == new.order),
-            ("join", old.join == new.join),
+            ("queue.sharing", old.sharing == new.sharing),
+            ("queue.price", old.price == new.price),
+            ("queue.order", old.order == new.order),
+            ("queue.join", old.join == new.join),
         ];
         match fixed.iter().find(|(_, same)| !same) {
             None => Ok(()),

@@ -39,7 +39,13 @@ impl Ledger {
         let id = entry.request.id;
         let (class, tenant) = (entry.class, entry.tenant);
         let most = entry.request.max_tokens;
+        let queue_time_us = now.since_us(entry.request.stats.arrival);
+        let of_class = &mut self.classes[class.0 as usize].metrics;
+        of_class.scheduled(queue_time_us, prompt, num_cached_tokens.into());
         let owner = self.tenants.get_mut(tenant);
+        owner
+            .metrics
+            .scheduled(queue_time_us, prompt, num_cached_tokens.into());
         owner.num_running += n;
         owner.use_tokens(now, prompt);
         let predicted = if self.rules.policy().charge_predicted_output {
@@ -82,6 +88,7 @@ impl Ledger {
             self.requests[request.0].request.stats.arrival
         });
         Situation {
+            is_forming: lane.is_forming,
             num_running: lane.running.len(),
             num_waiting: self.queue.work().rows,
             oldest_arrival: oldest,

@@ -94,6 +94,9 @@ impl Ledger {
             return; // computed again
         }
         sequence.num_charged_tokens = end;
+        if begin >= sequence.num_prompt_tokens && matches!(self.prices, Prices::Tokens { .. }) {
+            return; // output is charged when it is sampled
+        }
         let in_prompt = end.min(sequence.num_prompt_tokens).saturating_sub(begin);
         let left = u64::from(sequence.num_prompt_tokens.saturating_sub(begin)).max(1);
         let released = if u64::from(in_prompt) == left {

@@ -61,10 +61,17 @@ impl Ledger {
                 Ok(())
             }
             Err(error) => {
+                self.count_rejected(class, tenant);
                 self.tenants.release(tenant);
                 Err(error)
             }
         }
+    }
+
+    /// Counts a request that its class and tenant are known of.
+    pub(crate) fn count_rejected(&mut self, class: ClassId, tenant: TenantKey) {
+        self.classes[class.0 as usize].metrics.rejected += 1;
+        self.tenants.get_mut(tenant).metrics.rejected += 1;
     }
 
     fn unknown_class(&self, class: Option<String>) -> SubmitError {
@@ -111,7 +118,7 @@ impl Ledger {
         n: u32,
         now: Time,
     ) -> Result<Place, SubmitError> {
-        self.check_answers(tenant, n)?;
+        self.check_answers(limits, tenant, n)?;
         let doors = Doors {
             engine: self.door.clone(),
             class: self.classes[class.0 as usize].door.clone(),
@@ -125,8 +132,16 @@ impl Ledger {
         taken.map_err(|full| self.full(full, limits, class, tenant))
     }
 
-    /// More answers than the tenant may run at once would never run.
-    fn check_answers(&self, tenant: TenantKey, n: u32) -> Result<(), SubmitError> {
+    /// More answers than may ever wait, or than the tenant may run at once, would never run.
+    fn check_answers(&self, limits: &Limits, tenant: TenantKey, n: u32) -> Result<(), SubmitError> {
+        let most = limits.max_queued_requests();
+        if !(1..=most).contains(&n) {
+            return Err(SubmitError::InvalidParameter {
+                field: "n",
+                value: n.to_string(),
+                allowed: format!("from 1 to max_queued_requests ({most})"),
+            });
+        }
         let owner = self.tenants.get(tenant);
         match owner.rules.settings.max_running {
             Some(max_running) if n > max_running => Err(SubmitError::TooManyAnswers {
@@ -216,6 +231,7 @@ impl Ledger {
             }
             Err(error) => {
                 self.queue.release_flow(leaf);
+                self.count_rejected(class, tenant);
                 self.tenants.release(tenant);
                 Err(error)
             }
@@ -233,7 +249,7 @@ impl Ledger {
         now: Time,
     ) -> Result<(Admitted, Work), SubmitError> {
         let Reserved { class, tenant, .. } = reserved;
-        self.check_answers(tenant, request.sampling.n)?;
+        self.check_answers(limits, tenant, request.sampling.n)?;
         let bounds = self.bounds(limits, class, tenant);
         let resized = reserved.place.resize(request.sampling.n, bounds);
         resized.map_err(|full| self.full(full, limits, class, tenant))?;
@@ -287,6 +303,13 @@ impl Ledger {
         ];
         for (door, bound, class) in bounds {
             let queued_tokens = door.queued_tokens();
+            if let Some(most) = bound.filter(|&most| prompt_tokens > most) {
+                return Err(SubmitError::InvalidParameter {
+                    field: "prompt",
+                    value: format!("{prompt_tokens} tokens long"),
+                    allowed: format!("at most max_queued_tokens ({most}) long"),
+                });
+            }
             if let Some(most) = bound.filter(|&most| queued_tokens + prompt_tokens > most) {
                 return Err(SubmitError::TokensFull {
                     queued_tokens,
@@ -439,7 +462,9 @@ impl Ledger {
             is_aside: false,
             is_promised: self.promises(entry.class).is_some(),
         };
+        self.classes[entry.class.0 as usize].metrics.accepted += 1;
         let tenant = self.tenants.get_mut(entry.tenant);
+        tenant.metrics.accepted += 1;
         let rate_tokens = rate_tokens + work.prefill_tokens;
         tenant.waiting_tokens += rate_tokens;
         let mut waiting = Waiting {
@@ -467,7 +492,10 @@ impl Ledger {
         (key, level): (OrderKey, usize),
     ) -> SequenceKey {
         let request = &entry.request;
-        let root = BlockHash::root(request.cache_salt.as_deref(), None);
+        // As soon as there are tenants, none finds what another's prompts have left behind.
+        let has_tenants = !self.rules.policy().tenants.is_empty();
+        let tenant = has_tenants.then(|| &*self.tenants.get(entry.tenant).name);
+        let root = BlockHash::root([tenant, request.cache_salt.as_deref(), None]);
         let mut chain = Vec::new();
         if limits.prefix_caching() {
             extend_chain(&mut chain, root, &prompt, limits.block_size());

@@ -11,6 +11,8 @@ use crate::request::Time;
 /// What the join mode looks at.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Situation {
+    /// The batch is still being formed: the token budget of the last step was too small for it.
+    pub(crate) is_forming: bool,
     /// Sequences in the running set.
     pub(crate) num_running: usize,
     /// Answers that wait.
@@ -19,10 +21,21 @@ pub(crate) struct Situation {
     pub(crate) oldest_arrival: Option<Time>,
 }
 
+/// Sequences that are done and stay until all of their batch are: a batcher that cannot let them go
+/// computes their rows all the same.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Padding {
+    /// How many.
+    pub sequences: u32,
+    /// Sum of their lengths.
+    pub context_tokens: u64,
+}
+
 /// Whether a batch may be formed or joined now.
 pub(crate) fn may_join(join: Join, situation: Situation, now: Time) -> bool {
     match join {
         Join::Continuous => true,
+        _ if situation.is_forming => true,
         Join::Static => situation.num_running == 0,
         Join::Window { size, .. } => {
             situation.num_running == 0

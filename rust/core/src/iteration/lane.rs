@@ -16,6 +16,8 @@ pub(crate) struct Lane {
     pub(crate) step: Step,
     /// Whether `step` has been handed to the executor.
     pub(crate) in_flight: bool,
+    /// A batch that leaves together is still being formed.
+    pub(crate) is_forming: bool,
     /// Tokens that running sequences have still to compute before their first output, beyond `step`.
     pub(crate) prefill_backlog: u64,
 }
@@ -61,6 +63,7 @@ impl Lane {
                 copies: Vec::with_capacity(seqs),
             },
             in_flight: false,
+            is_forming: false,
             prefill_backlog: 0,
             pool,
         }

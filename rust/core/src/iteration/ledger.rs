@@ -13,10 +13,10 @@ use crate::config::policy::{ClassId, Rules};
 use crate::iteration::charge::Prices;
 use crate::iteration::lane::Lane;
 use crate::iteration::sequence::{RequestKey, Sequence};
-use crate::metrics::Metrics;
+use crate::metrics::{GroupMetrics, Metrics};
 use crate::output::{Event, Output, OutputBatch};
 use crate::predict::output_length::MeanLength;
-use crate::request::{Finish, Request, RequestId, SequenceKey, Time};
+use crate::request::{EndKind, Finish, Request, RequestId, SequenceKey, Time};
 use crate::waiting::fairness::FlowKey;
 use crate::waiting::forecast::{Forecast, Stopwatch};
 use crate::waiting::gate::{Door, Place};
@@ -57,6 +57,7 @@ pub(crate) struct Ledger {
 pub(crate) struct Class {
     pub(crate) door: Door,
     pub(crate) lengths: MeanLength,
+    pub(crate) metrics: GroupMetrics,
 }
 
 /// A place at the door, and whose it is.
@@ -225,19 +226,25 @@ impl Ledger {
         let n = entry.request.sampling.n;
         let leaf = entry.leaf;
         self.live.remove(&request);
-        match finish {
-            Finish::Abort => self.counters.aborted += 1,
-            Finish::RowFailed | Finish::StepFailed | Finish::EngineDead => {
-                self.counters.failed += 1;
-            }
-            Finish::Eos | Finish::StopToken(_) | Finish::StopString(_) | Finish::Length => {
-                self.counters.finished += 1;
-                self.learn_length(class, tenant, stats.num_output_tokens / n);
-            }
-            Finish::QueueTimeout | Finish::DeadlineMissed => self.counters.expired += 1,
-            Finish::Shed => self.counters.shed += 1,
-            Finish::Displaced => self.counters.displaced += 1,
+        let counters = &mut self.counters;
+        match finish.kind() {
+            EndKind::Finished => counters.finished += 1,
+            EndKind::Aborted => counters.aborted += 1,
+            EndKind::Failed => counters.failed += 1,
+            EndKind::Expired => counters.expired += 1,
+            EndKind::Shed => counters.shed += 1,
+            EndKind::Displaced => counters.displaced += 1,
         }
+        if finish.kind() == EndKind::Finished {
+            self.learn_length(class, tenant, stats.num_output_tokens / n);
+        }
+        self.classes[class.0 as usize]
+            .metrics
+            .ended(finish, &stats, n);
+        self.tenants
+            .get_mut(tenant)
+            .metrics
+            .ended(finish, &stats, n);
         self.queue.release_flow(leaf);
         self.tenants.release(tenant);
         self.outputs.events.push(Event::Ended { request, stats });

@@ -7,9 +7,9 @@
 //! on: since the pool holds one sequence of `max_model_len`, every sequence gets its turn as the oldest,
 //! and no chain of preemptions can go on for ever.
 //!
-//! A waiting request of a strictly higher level preempts to be admitted, if that frees what it lacks; only
-//! those that run since an earlier step, are not protected and were not preempted too often, so that two
-//! requests never take turns at it.
+//! A waiting request of a strictly higher level preempts to be admitted, if that frees what it lacks: only
+//! those that run since an earlier step and were not preempted too often, those that are protected last,
+//! so that two requests never take turns at it for ever.
 //!
 //! A victim is computed again from its tokens (recompute), and waits ahead of everything fresh of its
 //! level. It keeps its text state: nothing is sent twice.
@@ -78,7 +78,6 @@ pub(crate) fn choose_victims_below(
     };
     let may_go = |sequence: &Sequence| {
         sequence.level > level
-            && !sequence.is_protected()
             && sequence.finished.is_none()
             && sequence.joined_at_step < lane.step.number + 1
             && preemptions(ledger, sequence) < MAX_PREEMPTIONS
@@ -91,6 +90,7 @@ pub(crate) fn choose_victims_below(
         .collect();
     candidates.sort_by_key(|(_, sequence)| {
         (
+            sequence.is_protected(),
             Reverse(sequence.level),
             sequence.num_computed_tokens,
             Reverse(sequence.arrival),

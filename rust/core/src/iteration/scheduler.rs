@@ -91,6 +91,7 @@ impl Scheduler<'_> {
     /// A prefill has that memory already. A sequence that sampled several tokens in its last step needs
     /// some, and gets its tokens as a chunk.
     fn schedule_decodes(&mut self) {
+        let block_size = self.limits.block_size();
         let mut position = 0;
         while let Some(&key) = self.lane.running.get(position) {
             let sequence = &mut self.ledger.sequences[key.0];
@@ -98,7 +99,12 @@ impl Scheduler<'_> {
                 position += 1;
                 continue;
             }
-            if let Ok(copy) = sequence.make_room(self.limits.block_size()) {
+            let made_room = if sequence.has_room(block_size) {
+                Ok(None)
+            } else {
+                sequence.make_room(block_size)
+            };
+            if let Ok(copy) = made_room {
                 if sequence.num_remaining_tokens() == 1 {
                     sequence.num_scheduled_tokens = 1;
                     self.budget -= 1;
@@ -198,6 +204,8 @@ impl Scheduler<'_> {
     fn admit_newcomers(&mut self) {
         let mut handed = Handed::default();
         let blocked = self.admit_until_blocked(&mut handed);
+        self.lane.is_forming =
+            leaves_together(self.ledger.rules.policy().join) && blocked == Some(Blocked::Budget);
         if let Some(before) = self.ledger.clocks.blocked()
             && let Some(passed) = self.ledger.since_schedule.lap(self.now)
         {
@@ -215,7 +223,7 @@ impl Scheduler<'_> {
             return None;
         }
         let join = self.ledger.rules.policy().join;
-        if !may_join(join, self.ledger.situation(self.lane), self.now) {
+        if leaves_together(join) && !may_join(join, self.ledger.situation(self.lane), self.now) {
             return Some(Blocked::Window);
         }
         while let Some(next) = self.ledger.queue.peek() {

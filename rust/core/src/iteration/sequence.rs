@@ -187,13 +187,19 @@ impl Sequence {
         &self.chain[..(needed_from / block_size) as usize]
     }
 
+    /// Whether the slots of all its tokens are writable, as they are in most steps.
+    pub(crate) fn has_room(&self, block_size: u32) -> bool {
+        !self.may_share_last_block && self.num_missing_tokens(block_size) == 0
+    }
+
+    fn num_missing_tokens(&self, block_size: u32) -> u32 {
+        let num_blocks = self.table.blocks().len() as u32;
+        self.num_tokens().saturating_sub(num_blocks * block_size)
+    }
+
     /// Makes the slots of all its tokens writable: fresh blocks, and an own copy of a shared one.
     pub(crate) fn make_room(&mut self, block_size: u32) -> Result<Option<BlockCopy>, OutOfBlocks> {
-        let num_blocks = self.table.blocks().len() as u32;
-        let missing_tokens = self.num_tokens().saturating_sub(num_blocks * block_size);
-        if missing_tokens == 0 && !self.may_share_last_block {
-            return Ok(None);
-        }
+        let missing_tokens = self.num_missing_tokens(block_size);
         let first = self.num_computed_tokens / block_size;
         self.table
             .grow_for_writing(first as usize, missing_tokens.div_ceil(block_size))

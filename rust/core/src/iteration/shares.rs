@@ -99,6 +99,17 @@ impl Ledger {
         if doors != self.door.queued() {
             return Err("the doors of the classes and the engine's disagree".into());
         }
+        let accepted: u64 = self
+            .classes
+            .iter()
+            .map(|class| class.metrics.accepted)
+            .sum();
+        if accepted + self.counters.rejected != self.counters.submitted {
+            return Err(format!(
+                "the classes accepted {accepted}, but {:?}",
+                self.counters
+            ));
+        }
         for (key, tenant) in self.tenants.iter() {
             let of_tenant = self
                 .requests

@@ -14,6 +14,9 @@ use crate::request::{Finish, Time};
 use crate::waiting::queue::Standing;
 use crate::waiting::tenants::TenantKey;
 
+/// Iterations before the longest wait behind higher levels at which a request is promoted.
+const AGEING_LEAD_ITERATIONS: u64 = 16;
+
 /// What a rule says about a waiting request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Due {
@@ -99,10 +102,13 @@ impl Ledger {
         if standing == Standing::BestEffort {
             return [missed, timeout, None, None];
         }
-        let behind_others = self.rules.policy().max_level_wait_us;
-        let aged = behind_others
-            .filter(|_| waiting.fresh.level > 0)
-            .map(|most| (after(most), Due::Promote));
+        // Nobody of the highest level waits behind a higher one.
+        let ages = self.rules.policy().max_level_wait_us;
+        let aged = ages.filter(|_| waiting.fresh.level > 0).map(|most| {
+            // A place comes free within some iterations, and the wait is to end in time.
+            let lead = AGEING_LEAD_ITERATIONS.saturating_mul(self.forecast.iteration_us());
+            (after(most - lead.min(most / 2)), Due::Promote)
+        });
         let target = class.ttft_target_us.map(after);
         let target = [target, deadline].into_iter().flatten().min();
         let doomed = match class.on_doomed {

@@ -20,10 +20,10 @@ use super::blocks::BlockId;
 pub struct BlockHash(u128);
 
 impl BlockHash {
-    /// The start of a chain: separates everything that must not be shared.
-    pub fn root(cache_salt: Option<&str>, adapter: Option<&str>) -> Self {
+    /// The start of a chain: separates everything that must not be shared, by tenant, salt and adapter.
+    pub fn root(extras: [Option<&str>; 3]) -> Self {
         let mut hasher = blake3::Hasher::new();
-        for extra in [cache_salt, adapter] {
+        for extra in extras {
             // Tag and length first, so that no two lists of extras read the same.
             let length = extra.map_or(u64::MAX, |text| text.len() as u64);
             hasher.update(&length.to_le_bytes());
@@ -197,7 +197,7 @@ mod tests {
 
     #[test]
     fn every_token_and_every_extra_counts() {
-        let root = BlockHash::root(None, None);
+        let root = BlockHash::root([None; 3]);
         let base: Vec<u32> = (0..16).collect();
         let hash = root.then(&base);
         for position in 0..16 {
@@ -206,23 +206,23 @@ mod tests {
             assert_ne!(root.then(&other), hash, "token {position} was ignored");
         }
         for other in [
-            BlockHash::root(Some(""), None),
-            BlockHash::root(Some("a"), None),
-            BlockHash::root(None, Some("a")),
-            BlockHash::root(Some("a"), Some("")),
+            BlockHash::root([None, Some(""), None]),
+            BlockHash::root([None, Some("a"), None]),
+            BlockHash::root([None, None, Some("a")]),
+            BlockHash::root([None, Some("a"), Some("")]),
         ] {
             assert_ne!(other, root);
             assert_ne!(other.then(&base), hash);
         }
         assert_ne!(
-            BlockHash::root(Some("ab"), Some("c")),
-            BlockHash::root(Some("a"), Some("bc"))
+            BlockHash::root([None, Some("ab"), Some("c")]),
+            BlockHash::root([None, Some("a"), Some("bc")])
         );
     }
 
     #[test]
     fn chains_cover_full_blocks_only_and_extend_in_place() {
-        let root = BlockHash::root(None, None);
+        let root = BlockHash::root([None; 3]);
         let tokens: Vec<u32> = (0..70).collect();
         let mut whole = Vec::new();
         extend_chain(&mut whole, root, &tokens, 16);

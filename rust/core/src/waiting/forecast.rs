@@ -126,6 +126,11 @@ impl Forecast {
             .map_or(0, |(wait, _)| wait)
     }
 
+    /// Mean time of an iteration, in microseconds; 0 while none was measured.
+    pub fn iteration_us(&self) -> u64 {
+        self.iteration.time_for(1).unwrap_or(0.0) as u64
+    }
+
     /// Microseconds that a prompt's prefill takes at least.
     pub fn prefill_us(&self, tokens: u64) -> u64 {
         let prefill = self

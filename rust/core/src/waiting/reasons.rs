@@ -32,6 +32,20 @@ pub enum WaitReason {
     Window,
 }
 
+impl WaitReason {
+    /// Its stable name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Slots => "slots",
+            Self::Memory => "memory",
+            Self::Budget => "budget",
+            Self::Fairness => "fairness",
+            Self::Rate => "rate",
+            Self::Window => "window",
+        }
+    }
+}
+
 /// For how long a request waited for what, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WaitTimes {

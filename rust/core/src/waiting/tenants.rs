@@ -13,6 +13,7 @@ use std::sync::Arc;
 use slab::Slab;
 
 use crate::config::policy::{ClassId, Rules, TenantRules};
+use crate::metrics::GroupMetrics;
 use crate::predict::output_length::MeanLength;
 use crate::request::{RequestId, Time};
 use crate::waiting::fairness::FlowKey;
@@ -59,6 +60,8 @@ pub struct Tenant {
     pub held_until: Option<Time>,
     /// Microseconds for which it was held before.
     pub held_us: u64,
+    /// What became of its requests.
+    pub metrics: GroupMetrics,
     /// Output lengths of its answers, by class.
     lengths: Vec<(ClassId, MeanLength)>,
     is_named: bool,
@@ -220,6 +223,7 @@ impl Tenants {
             held_since: None,
             held_until: None,
             held_us: 0,
+            metrics: GroupMetrics::default(),
             lengths: Vec::new(),
             is_named: rules.policy().tenants.contains_key(&*name),
             references: 0,

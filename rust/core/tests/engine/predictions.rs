@@ -65,7 +65,7 @@ fn an_idle_engine_lets_in_whoever_comes_however_slow_it_was() {
 #[test]
 fn a_prefill_that_was_aborted_is_no_work_ahead() {
     let mut policy = two_levels();
-    policy.classes[0].ttft_target_us = Some(20 * SECOND);
+    policy.classes[0].ttft_target_us = Some(4 * SECOND);
     let mut harness = slow(policy, 0);
     harness.submit_for("ann", "high", exact(20, 60, 1, 1_000));
     harness.step_in(SECOND);

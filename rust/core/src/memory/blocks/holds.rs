@@ -196,7 +196,7 @@ mod tests {
     fn chain(tokens: std::ops::Range<u32>) -> Vec<BlockHash> {
         let mut chain = Vec::new();
         let tokens: Vec<u32> = tokens.collect();
-        extend_chain(&mut chain, BlockHash::root(None, None), &tokens, 4);
+        extend_chain(&mut chain, BlockHash::root([None; 3]), &tokens, 4);
         chain
     }
 

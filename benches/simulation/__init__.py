@@ -1,0 +1,1 @@
+"""Experiments on scheduling policies, in the simulator: ``benches/policies.py`` runs them."""

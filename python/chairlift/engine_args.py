@@ -1,0 +1,206 @@
+"""What can be chosen about an engine, and the checks before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from os import PathLike
+from typing import TYPE_CHECKING, TypedDict
+
+from chairlift import _core
+from chairlift.config import Config, PolicyConfig, shown
+from chairlift.errors import ConfigError
+
+if TYPE_CHECKING:
+    from chairlift.engine import TokenizerLike
+    from chairlift.executor import Executor
+
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_MAX_MODEL_LEN = 8_192
+_MOST_KV_BLOCKS = 2**26
+"""The core's MAX_KV_BLOCKS: what stands for a pool whose size is not known yet."""
+_KINDS = {"str": str, "int": int, "bool": bool}
+_POSITIVE = ("kv_cache_memory", "num_threads")
+_LARGEST = {
+    "kv_cache_memory": 2**63 - 1,
+    "max_queued_tokens": 2**63 - 1,
+    "seed": 2**63 - 1,
+}
+
+ConfigSource = Config | str | PathLike[str]
+"""A configuration, or the path of its file."""
+
+
+class EngineOptions(TypedDict, total=False):
+    """The keyword arguments of ``LLM`` and ``AsyncEngine``; :class:`EngineArgs` explains them."""
+
+    config: ConfigSource | None
+    tokenizer: TokenizerLike | str | None
+    executor: Executor | str | None
+    revision: str | None
+    dtype: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    long_prefill_token_threshold: int | None
+    block_size: int
+    num_kv_blocks: int | None
+    kv_cache_memory: int | None
+    enable_prefix_caching: bool
+    watermark_blocks: int | None
+    max_queued_requests: int
+    max_queued_tokens: int | None
+    max_in_flight_steps: int
+    attention_backend: str
+    num_threads: int | None
+    max_logprobs: int
+    seed: int
+
+
+class EngineTable(EngineOptions, total=False):
+    """The same with the model: what :attr:`chairlift.Config.engine` may have, but ``config``."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArgs:
+    """Everything that can be chosen about an engine."""
+
+    model: str = DEFAULT_MODEL
+    """A local Hugging Face directory, ``smollm2-135m``, or a hub id."""
+    config: Config = field(default_factory=Config)
+    """Where what was not given came from, with the classes and tenants."""
+    tokenizer: TokenizerLike | str | None = None
+    """A tokenizer or a directory that has one; None: the model's (or the executor's own)."""
+    executor: Executor | str | None = None
+    """An executor, or ``module:Class`` (see :func:`chairlift.engine.load_executor`); None: PyTorch
+    on the CPU."""
+    revision: str | None = None
+    """Revision of a hub id."""
+    dtype: str = "auto"
+    """``float32``, ``bfloat16``, or ``auto``: what the machine computes natively."""
+    max_num_seqs: int = 256
+    """Most sequences that run at once."""
+    max_num_batched_tokens: int = 2_048
+    """Token budget of one iteration."""
+    max_model_len: int | None = None
+    """Longest sequence, prompt and output together; None: the model's own."""
+    long_prefill_token_threshold: int | None = None
+    """Longest prefill chunk of one sequence in one iteration; None: the token budget."""
+    block_size: int = 16
+    """Tokens a KV block holds."""
+    num_kv_blocks: int | None = None
+    """Blocks of the KV pool; None: from ``kv_cache_memory``."""
+    kv_cache_memory: int | None = None
+    """Bytes of the KV pool; None: a share of the memory that is available."""
+    enable_prefix_caching: bool = True
+    """Whether KV blocks are found again by their content."""
+    watermark_blocks: int | None = None
+    """Blocks that a newcomer leaves free while others run; None: one in a hundred."""
+    max_queued_requests: int = 4_096
+    """Most requests that wait; beyond it a submission is refused."""
+    max_queued_tokens: int | None = None
+    """Most prompt tokens that wait; None: no bound."""
+    max_in_flight_steps: int = 1
+    """Most steps that the executor has at once; 1 is all that there is today."""
+    attention_backend: str = "cpu"
+    """``cpu`` (the Rust kernel) or ``reference`` (plain PyTorch)."""
+    num_threads: int | None = None
+    """Threads of the forward pass; None: PyTorch's own choice."""
+    max_logprobs: int = 20
+    """Most candidates per position that a request may ask for, of output or prompt."""
+    seed: int = 0
+    """Where the seeds of requests without one are drawn from."""
+
+
+ENGINE_KEYS = tuple(item.name for item in fields(EngineArgs) if item.name != "config")
+"""What ``[engine]`` of a file may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSettings:
+    """``chairlift_core::config::Settings``, field by field."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    long_prefill_token_threshold: int | None
+    block_size: int
+    num_kv_blocks: int
+    enable_prefix_caching: bool
+    watermark_blocks: int | None
+    max_queued_requests: int
+    max_queued_tokens: int | None
+    policy: PolicyConfig
+    vocab_size: int
+    max_in_flight_steps: int
+
+
+def check_args(args: EngineArgs) -> None:
+    """Check everything that is known before a model is loaded.
+
+    Types are those of the fields. Ranges are the core's, which is asked with placeholders for what
+    only the model decides, and asked again when that is known.
+
+    Raises:
+        ConfigError: the settings cannot work.
+    """
+    for option in fields(args):
+        value = getattr(args, option.name)
+        name, _, optional = str(option.type).partition(" | ")
+        kind = _KINDS.get(name)
+        if kind is None or optional not in ("", "None") or (optional and value is None):
+            continue  # an object: whoever uses it checks it
+        if kind is int:
+            _check_integer(option.name, value, low=int(option.name in _POSITIVE))
+        elif not isinstance(value, kind):
+            wanted = "True or False" if kind is bool else "a string"
+            raise ConfigError(f"{option.name} is {shown(value)}; it must be {wanted}")
+    for name, method in (("tokenizer", "token_table"), ("executor", "launch")):
+        value = getattr(args, name)
+        if not (value is None or isinstance(value, str) or hasattr(value, method)):
+            raise ConfigError(f"{name} is {shown(value)}; it must be a string or have {method}()")
+    _core.check_settings(
+        core_settings(
+            args,
+            max_model_len=(
+                DEFAULT_MAX_MODEL_LEN if args.max_model_len is None else args.max_model_len
+            ),
+            num_kv_blocks=_MOST_KV_BLOCKS if args.num_kv_blocks is None else args.num_kv_blocks,
+            vocab_size=1,
+        )
+    )
+
+
+def core_settings(
+    args: EngineArgs, *, max_model_len: int, num_kv_blocks: int, vocab_size: int
+) -> CoreSettings:
+    """Make the core's settings of the arguments and what only the model decides.
+
+    Raises:
+        ConfigError: a number does not fit.
+    """
+    settings = CoreSettings(
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        block_size=args.block_size,
+        num_kv_blocks=num_kv_blocks,
+        enable_prefix_caching=args.enable_prefix_caching,
+        watermark_blocks=args.watermark_blocks,
+        max_queued_requests=args.max_queued_requests,
+        max_queued_tokens=args.max_queued_tokens,
+        policy=args.config.policy,
+        vocab_size=vocab_size,
+        max_in_flight_steps=args.max_in_flight_steps,
+    )
+    for name in ("max_model_len", "num_kv_blocks", "vocab_size"):
+        _check_integer(name, getattr(settings, name), low=0)
+    return settings
+
+
+def _check_integer(name: str, value: object, *, low: int) -> None:
+    high = _LARGEST.get(name, 2**31 - 1)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name} is {shown(value)}; it must be an integer from {low} to {high}")

@@ -1,0 +1,535 @@
+//! The simulator: exact times, the same records for the same seed, and one outcome for each request.
+
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+
+use chairlift_core::Engine;
+use chairlift_core::config::Settings;
+use chairlift_core::config::policy::{
+    ClassSettings, Join, OnTimeout, Order, Policy, Price, Sharing,
+};
+use chairlift_core::request::Finish;
+use chairlift_core::sim::{
+    Cause, CostProfile, GapProbe, IterationView, Outcome, Random, Record, SimConfig, SimError,
+    SimOutcome, SimRequest, Workload, capacity, simulate,
+};
+
+fn to_the_end(_: &Engine, _: &IterationView<'_>) -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
+
+fn run(config: &SimConfig, workload: &Workload) -> SimOutcome {
+    simulate(config, workload, to_the_end).expect("a simulation that can be")
+}
+
+fn request(arrival_us: u64, input_tokens: u32, output_tokens: u32) -> SimRequest {
+    SimRequest {
+        arrival_us,
+        input_tokens,
+        output_tokens,
+        tenant: 0,
+        class: 0,
+        priority: 0,
+        deadline_us: None,
+        abort_us: None,
+        prefix: 0..0,
+    }
+}
+
+fn workload(requests: Vec<SimRequest>) -> Workload {
+    Workload {
+        requests,
+        tenants: vec!["a".into(), "b".into()],
+        ..Workload::default()
+    }
+}
+
+/// Every term of the cost counts, and noise does not.
+const EXACT: CostProfile = CostProfile {
+    t0_s: 1e-3,
+    t_seq_s: 0.5e-3,
+    t_w_s: 2e-3,
+    t_tok_s: 1e-3,
+    t_ctx_s: 0.1e-3,
+    t_pair_s: 0.01e-3,
+    noise_sigma: 0.0,
+};
+
+/// 200 requests of two tenants in a pool that is too small for them.
+fn crowd(seed: u64) -> (SimConfig, Workload) {
+    let mut random = Random::new(seed, Cause::Aborts);
+    let mut within = |low: u64, high: u64| low + random.bits() % (high - low + 1);
+    let mut arrival_us = 0;
+    let requests = (0..200).map(|_| {
+        arrival_us += within(0, 110_000);
+        SimRequest {
+            tenant: within(0, 1) as u32,
+            ..request(arrival_us, within(1, 300) as u32, within(1, 200) as u32)
+        }
+    });
+    let workload = workload(requests.collect());
+    let settings = Settings {
+        max_num_seqs: 16,
+        max_num_batched_tokens: 256,
+        max_model_len: 1_024,
+        num_kv_blocks: 100,
+        max_queued_requests: 24,
+        enable_prefix_caching: false,
+        ..Settings::default()
+    };
+    let config = SimConfig {
+        seed,
+        keep_gaps: true,
+        service_interval: Some(10),
+        ..SimConfig::new(settings, CostProfile::GPU_8B)
+    };
+    (config, workload)
+}
+
+#[test]
+fn a_scenario_computed_by_hand() {
+    let settings = Settings {
+        max_num_seqs: 2,
+        max_num_batched_tokens: 4,
+        max_model_len: 64,
+        ..Settings::default()
+    };
+    let config = SimConfig {
+        keep_gaps: true,
+        ..SimConfig::new(settings, EXACT)
+    };
+    let requests = vec![
+        request(0, 3, 2),
+        request(2_000, 2, 1),
+        request(20_000, 1, 1),
+    ];
+    let outcome = run(&config, &workload(requests));
+
+    // 1: prefill of 3: 1 + 0.5 + 3 + 0.01 * 3 * 1.5 ms.
+    // 2: a decode at context 4, a prefill of 2: 1 + 2 * 0.5 + 3 + 0.1 * 4 + 0.01 * 2 * 1 ms.
+    // 3: a prompt of one token counts as a decode: 1 + 0.5 + 2 + 0.1 ms.
+    let lines: Vec<_> = outcome
+        .iterations
+        .iter()
+        .map(|line| {
+            (
+                line.start_us,
+                line.duration_us,
+                line.num_decodes,
+                line.prefill_tokens,
+            )
+        })
+        .collect();
+    let expected = [
+        (0, 4_545, 0, 3),
+        (4_545, 5_420, 1, 2),
+        (20_000, 3_600, 1, 0),
+    ];
+    assert_eq!(lines, expected);
+    let times: Vec<_> = outcome
+        .records
+        .iter()
+        .map(|record| {
+            (
+                record.first_scheduled_us,
+                record.first_token_us,
+                record.finished_us,
+            )
+        })
+        .collect();
+    let at = |a, b, c| (Some(a), Some(b), Some(c));
+    let expected = [
+        at(0, 4_545, 9_965),
+        at(4_545, 9_965, 9_965),
+        at(20_000, 23_600, 23_600),
+    ];
+    assert_eq!(times, expected);
+    let ends = outcome.records.iter().map(|record| record.outcome);
+    assert!(ends.eq([Outcome::Ended(Finish::Eos); 3]));
+    assert_eq!(outcome.gaps.len(), 1);
+    assert_eq!((outcome.gaps[0].request, outcome.gaps[0].us), (0, 5_420));
+    assert_eq!(outcome.records[0].max_gap_us, 5_420);
+    assert_eq!(outcome.end_us, 23_600);
+}
+
+#[test]
+fn the_same_seed_gives_the_same_records() {
+    let (config, mut workload) = crowd(5);
+    let rehearsal = run(&config, &workload);
+    workload.add_aborts(&rehearsal.records, 0.1, 5);
+    let first = run(&config, &workload);
+    assert_eq!(first, run(&config, &workload));
+    let other = SimConfig { seed: 6, ..config };
+    assert_ne!(first.iterations, run(&other, &workload).iterations);
+}
+
+#[test]
+fn every_request_has_one_outcome() {
+    for seed in 0..10 {
+        let (config, mut workload) = crowd(seed);
+        let rehearsal = run(&config, &workload);
+        workload.add_aborts(&rehearsal.records, 0.1, seed);
+        let outcome = run(&config, &workload);
+
+        let mut counts = BTreeMap::new();
+        for (request, record) in workload.requests.iter().zip(&outcome.records) {
+            *counts.entry(record.outcome.name()).or_insert(0) += 1;
+            assert_eq!(record.arrival_us, request.arrival_us);
+            assert!(record.finished_us.is_some(), "seed {seed}: {record:?}");
+            let whole = record.output_tokens == request.output_tokens;
+            assert_eq!(record.outcome == Outcome::Ended(Finish::Eos), whole);
+            let ran = record.first_scheduled_us.is_some();
+            assert!(ran || record.output_tokens == 0);
+        }
+        assert_eq!(counts.values().sum::<i32>(), 200);
+        let kinds: Vec<&str> = counts.keys().copied().collect();
+        assert_eq!(kinds, ["abort", "queue_full", "stop"], "seed {seed}");
+
+        let records = || outcome.records.iter();
+        let came_again = records().any(|record| {
+            let later_us = record.submitted_us - record.arrival_us;
+            later_us == 1_000_000 && record.outcome == Outcome::Ended(Finish::Eos)
+        });
+        assert!(came_again, "seed {seed}: no retry succeeded");
+        assert!(
+            records().any(|record| record.preemptions > 0),
+            "seed {seed}: no preemption"
+        );
+        assert!(outcome.recomputed_tokens > 0);
+
+        let tokens: u32 = records().map(|record| record.output_tokens).sum();
+        let answered = records()
+            .filter(|record| record.first_token_us.is_some())
+            .count();
+        assert_eq!(outcome.gaps.len(), tokens as usize - answered);
+        let preempted: u32 = outcome.iterations.iter().map(|line| line.preemptions).sum();
+        assert_eq!(
+            preempted,
+            records().map(|record| record.preemptions).sum::<u32>()
+        );
+    }
+}
+
+#[test]
+fn who_gives_up_is_gone_at_that_moment() {
+    let (config, mut workload) = crowd(3);
+    let rehearsal = run(&config, &workload);
+    workload.add_aborts(&rehearsal.records, 0.2, 3);
+    let outcome = run(&config, &workload);
+    let mut phases = [0; 2];
+    for (request, record) in workload.requests.iter().zip(&outcome.records) {
+        if record.outcome != Outcome::Ended(Finish::Abort) {
+            continue;
+        }
+        let moment = request.arrival_us + request.abort_us.expect("it was to give up");
+        assert_eq!(record.finished_us, Some(moment));
+        phases[usize::from(record.first_scheduled_us.is_some())] += 1;
+    }
+    assert!(
+        phases.iter().all(|&count| count > 0),
+        "waiting, running: {phases:?}"
+    );
+}
+
+#[test]
+fn service_is_counted_once_whatever_is_computed_again() {
+    let (config, workload) = crowd(4);
+    let config = SimConfig {
+        settings: Settings {
+            max_queued_requests: 1_000,
+            ..config.settings
+        },
+        ..config
+    };
+    let outcome = run(&config, &workload);
+    assert!(outcome.recomputed_tokens > 0);
+    let last = outcome.services.last().expect("samples");
+    for tenant in 0..2 {
+        let requests = workload
+            .requests
+            .iter()
+            .filter(|request| request.tenant == tenant);
+        let due: u32 = requests
+            .map(|request| request.input_tokens + 2 * request.output_tokens)
+            .sum();
+        let got = last.priced_tokens[tenant as usize];
+        assert!((got - f64::from(due)).abs() < 1e-6, "{got} of {due}");
+    }
+    let busy: u64 = outcome.iterations.iter().map(|line| line.duration_us).sum();
+    let shared: f64 = last.device_us.iter().sum();
+    assert!((shared - busy as f64).abs() < 1.0, "{shared} of {busy}");
+    let waves = outcome.iterations.len() / 10;
+    assert_eq!(outcome.services.len(), waves + 1);
+}
+
+#[test]
+fn prompts_share_what_the_trace_says() {
+    let settings = Settings {
+        max_num_batched_tokens: 4_096,
+        ..Settings::default()
+    };
+    let config = SimConfig::new(settings, CostProfile::GPU_8B);
+    let sharing = |at: u64, prefix| SimRequest {
+        prefix,
+        ..request(at * 1_000_000, 1_300, 2)
+    };
+    let workload = Workload {
+        // Blocks of 512: 7 8 9, then 7 8 10, then 8 7 with a rest of its own, then nothing.
+        prefix_hashes: vec![7, 8, 9, 7, 8, 10, 8, 7],
+        prefix_block_tokens: 512,
+        ..workload(vec![
+            sharing(0, 0..3),
+            sharing(1, 3..6),
+            sharing(2, 6..8),
+            sharing(3, 0..0),
+            sharing(4, 0..3),
+        ])
+    };
+    let outcome = run(&config, &workload);
+    let cached: Vec<u32> = outcome
+        .records
+        .iter()
+        .map(|record| record.cached_tokens)
+        .collect();
+    // The last: all full blocks of 16.
+    assert_eq!(cached, [0, 1_024, 0, 0, 1_296]);
+}
+
+#[test]
+fn an_observer_sees_every_iteration_and_can_break_off() {
+    let (config, workload) = crowd(1);
+    let mut seen = Vec::new();
+    let outcome = simulate(&config, &workload, |engine, view| {
+        assert_eq!(engine.metrics().iterations as usize, seen.len() + 1);
+        assert_eq!(view.plan.num_tokens(), view.iteration.num_tokens() as usize);
+        seen.push(*view.iteration);
+        if seen.len() == 100 {
+            ControlFlow::Break(())
+        } else {
+            ControlFlow::Continue(())
+        }
+    });
+    let outcome = outcome.expect("breaking off is no error");
+    assert_eq!(outcome.iterations, seen);
+    assert_eq!(seen.len(), 100);
+    let (done, open): (Vec<_>, Vec<_>) = outcome
+        .records
+        .iter()
+        .partition(|record| record.finished_us.is_some());
+    assert!(!done.is_empty());
+    assert!(
+        open.iter()
+            .all(|record| record.outcome == Outcome::Unfinished)
+            && !open.is_empty()
+    );
+}
+
+#[test]
+fn capacity_is_the_rate_at_which_a_burst_is_served() {
+    let settings = Settings {
+        max_num_seqs: 1,
+        max_queued_requests: 1,
+        ..Settings::default()
+    };
+    let profile = CostProfile {
+        t0_s: 0.01,
+        t_seq_s: 0.0,
+        t_w_s: 0.0,
+        t_tok_s: 0.0,
+        t_ctx_s: 0.0,
+        t_pair_s: 0.0,
+        noise_sigma: 0.0,
+    };
+    let config = SimConfig::new(settings, profile);
+    // Two iterations each: 50 a second, though they come one a second and give up.
+    let requests = (0..5_000).map(|at| SimRequest {
+        abort_us: Some(1),
+        ..request(at * 1_000_000, 8, 2)
+    });
+    let rate = capacity(&config, &workload(requests.collect()), to_the_end);
+    let rate = rate.expect("a simulation that can be").expect("to the end");
+    assert!((rate - 50.0).abs() < 1e-9, "{rate}");
+}
+
+#[test]
+fn timers_fire_in_the_middle_of_a_step() {
+    let policy = Policy {
+        classes: vec![ClassSettings {
+            max_queue_time_us: Some(30_000),
+            ..ClassSettings::new("default")
+        }],
+        ..Policy::default()
+    };
+    let settings = Settings {
+        max_num_seqs: 1,
+        policy,
+        ..Settings::default()
+    };
+    let requests = vec![
+        request(0, 200, 1), // one step of more than 200 ms
+        SimRequest {
+            deadline_us: Some(20_000),
+            ..request(10_000, 8, 1)
+        },
+        request(12_000, 8, 1),
+    ];
+    let outcome = run(&SimConfig::new(settings, EXACT), &workload(requests));
+    assert!(outcome.iterations[0].duration_us > 200_000);
+    let ends: Vec<_> = outcome
+        .records
+        .iter()
+        .map(|record| (record.outcome.name(), record.finished_us))
+        .collect();
+    let first_end = Some(outcome.iterations[0].duration_us);
+    let expected = [
+        ("stop", first_end),
+        ("deadline_missed", Some(30_000)),
+        ("queue_timeout", Some(42_000)),
+    ];
+    assert_eq!(ends, expected);
+    let scheduled = outcome
+        .records
+        .iter()
+        .map(|record| record.first_scheduled_us);
+    assert!(scheduled.eq([Some(0), None, None]));
+}
+
+/// Policies that differ in one thing each.
+fn policies() -> Vec<Policy> {
+    let with = |change: fn(&mut Policy)| {
+        let mut policy = Policy::default();
+        change(&mut policy);
+        policy
+    };
+    vec![
+        with(|policy| policy.sharing = Sharing::Fair),
+        with(|policy| {
+            policy.sharing = Sharing::Fair;
+            policy.price = Price::DeviceTime;
+        }),
+        with(|policy| policy.order = Order::Shortest),
+        with(|policy| policy.order = Order::Footprint),
+        with(|policy| policy.join = Join::Static),
+        with(|policy| {
+            policy.join = Join::Window {
+                size: 8,
+                delay_us: 100_000,
+            }
+        }),
+        with(|policy| policy.classes[0].max_queue_time_us = Some(500_000)),
+        with(|policy| {
+            policy.classes[0].max_queue_time_us = Some(500_000);
+            policy.classes[0].on_timeout = OnTimeout::Promote;
+        }),
+        with(|policy| policy.classes[0].ttft_target_us = Some(700_000)),
+    ]
+}
+
+#[test]
+fn under_every_policy_the_books_agree_and_everybody_has_an_end() {
+    let (config, workload) = crowd(7);
+    for policy in policies() {
+        let told = format!("{policy:?}");
+        let config = SimConfig {
+            settings: Settings {
+                policy,
+                ..config.settings.clone()
+            },
+            ..config.clone()
+        };
+        let outcome = simulate(&config, &workload, |engine, view| {
+            engine.audit().expect("consistent books");
+            let tenants = view.services.tenants().iter();
+            let waiting: u32 = tenants.map(|tenant| tenant.waiting).sum();
+            assert_eq!(u64::from(waiting), engine.metrics().queued, "{told}");
+            ControlFlow::Continue(())
+        });
+        let outcome = outcome.expect("a simulation that can be");
+        let open = |record: &&Record| record.outcome == Outcome::Unfinished;
+        assert_eq!(outcome.records.iter().find(open), None, "{told}");
+        let served = outcome
+            .records
+            .iter()
+            .filter(|record| record.output_tokens > 0);
+        assert!(served.count() > 50, "{told}");
+    }
+}
+
+#[test]
+fn fair_queuing_keeps_its_bound_at_every_iteration() {
+    let gap = |sharing| {
+        let (config, workload) = crowd(8);
+        let mut workload = workload;
+        for request in &mut workload.requests {
+            // One tenant asks for far more.
+            request.tenant = u32::from(request.input_tokens > 280);
+        }
+        let settings = Settings {
+            policy: Policy {
+                sharing,
+                ..Policy::default()
+            },
+            max_queued_requests: 1_000,
+            ..config.settings.clone()
+        };
+        let pool_tokens = f64::from(settings.num_kv_blocks * settings.block_size);
+        let config = SimConfig { settings, ..config };
+        let mut probe = GapProbe::new(vec![1.0, 1.0], |tenant| tenant.priced_tokens);
+        let bound = 2.0 * f64::max(300.0, 2.0 * pool_tokens);
+        simulate(&config, &workload, |_, view| {
+            let gap = probe.observe(view.services);
+            assert!(
+                sharing == Sharing::Fcfs || gap <= bound,
+                "{gap} over {bound}"
+            );
+            ControlFlow::Continue(())
+        })
+        .expect("a simulation that can be");
+        probe.max_gap()
+    };
+    let (fair, fcfs) = (gap(Sharing::Fair), gap(Sharing::Fcfs));
+    assert!(0.0 < fair && 2.0 * fair < fcfs, "fair {fair}, fcfs {fcfs}");
+}
+
+#[test]
+fn what_cannot_be_simulated_is_refused() {
+    let config = SimConfig::new(Settings::default(), CostProfile::GPU_8B);
+    let refused = |config: &SimConfig, workload: &Workload| {
+        simulate(config, workload, to_the_end)
+            .expect_err("it cannot be")
+            .to_string()
+    };
+    let unsorted = workload(vec![request(5, 1, 1), request(4, 1, 1)]);
+    assert_eq!(
+        refused(&config, &unsorted),
+        "request 1 of the workload: arrival_us is 4; it must be not before the one ahead of it"
+    );
+    let silent = workload(vec![request(0, 1, 0)]);
+    assert_eq!(
+        refused(&config, &silent),
+        "request 0 of the workload: output_tokens is 0; it must be at least 1"
+    );
+    let stranger = workload(vec![SimRequest {
+        tenant: 2,
+        ..request(0, 1, 1)
+    }]);
+    assert_eq!(
+        refused(&config, &stranger),
+        "request 0 of the workload: tenant is 2; it must be below their number, 2"
+    );
+    let endless = SimConfig::new(
+        Settings::default(),
+        CostProfile {
+            t_tok_s: f64::NAN,
+            ..EXACT
+        },
+    );
+    let error = simulate(&endless, &workload(Vec::new()), to_the_end);
+    assert!(matches!(
+        error,
+        Err(SimError::Profile {
+            field: "t_tok_s",
+            ..
+        })
+    ));
+}
