@@ -30,6 +30,9 @@ const REBASE_ABOVE: u64 = 1 << 63;
 const REBASE_TO: u64 = 1 << 61;
 /// How far a counter may be above the least after that.
 const MOST_DEBT: u64 = 1 << 62;
+/// Idle children that owe and are remembered; beyond that the smallest debts are forgiven, because names
+/// of users are the clients' to choose.
+const MAX_IDLE: usize = 1 << 16;
 /// Most that a counter moves at once, whatever the price and the weight: it never overflows.
 const MOST_AT_ONCE: u64 = 1 << 60;
 /// Weight 1 as the divisor of service: counters are units times this over the weight.
@@ -381,7 +384,7 @@ impl Flows {
         service
     }
 
-    /// Drops the idle children that a lift would give their counter back.
+    /// Drops the idle children that a lift would give their counter back, and what is too many.
     fn drop_idle(&mut self, parent: FlowKey) {
         let floor = if self.by_service {
             self.floor(parent).unwrap_or(u64::MAX)
@@ -390,7 +393,7 @@ impl Flows {
         };
         let mut dropped = 0;
         while let Some(&(service, key)) = self.flow(parent).idle.first() {
-            if service > floor {
+            if service > floor && self.flow(parent).idle.len() <= MAX_IDLE {
                 break;
             }
             let flow = self.slab.remove(key.0 as usize);

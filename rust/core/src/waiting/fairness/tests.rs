@@ -197,6 +197,21 @@ fn an_idle_flow_is_forgotten_unless_it_owes() {
 }
 
 #[test]
+fn debts_beyond_a_bound_are_forgiven_the_smallest_first() {
+    let mut tree = Tree::new();
+    let steady = tree.acquire("steady", 1.0);
+    tree.push(steady);
+    for debt in 1..=MAX_IDLE as u64 + 10 {
+        let flow = tree.acquire(&format!("user {debt}"), 1.0);
+        tree.flows.charge(flow, debt);
+        tree.flows.release(flow);
+    }
+    assert_eq!(tree.flows.num_flows(), 2 + MAX_IDLE);
+    let known = |debt: u64| tree.flows.child(tree.root, &format!("user {debt}"));
+    assert!(known(10).is_none() && known(11).is_some());
+}
+
+#[test]
 fn the_counter_of_a_flow_that_was_forgotten_still_counts_if_it_left_last() {
     let mut tree = Tree::new();
     let [owes, quits] = ["owes", "quits"].map(|name| tree.acquire(name, 1.0));
