@@ -262,7 +262,7 @@ impl Ledger {
         let work = self.work_of(limits, &request, expected);
         let key = self.order_key(limits, &request, class, expected, now);
         let level = self.queue.level_index(self.rules.class(class).level);
-        let room = lane.room(limits);
+        let room = lane.room_for(limits, level, self.rules.policy().preempt_to_admit);
         let ahead = self.queue.work_before(level, leaf, key);
         if let Some((_, ttft)) = self.forecast.predict(ahead, work, room) {
             request.stats.predicted_ttft_us = Some(ttft);

@@ -14,7 +14,7 @@ use crate::config::Limits;
 use crate::config::policy::Order;
 use crate::iteration::commit::{leave_together, remove_ended};
 use crate::iteration::join::{leaves_together, may_join};
-use crate::iteration::lane::Lane;
+use crate::iteration::lane::{AtWork, Lane};
 use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
 use crate::iteration::preempt::{Lack, choose_victim, choose_victims_below, preempt};
@@ -64,7 +64,7 @@ impl Scheduler<'_> {
         self.close_batch();
         self.admit_newcomers();
         self.schedule_chunks(self.ledger.queue.num_levels());
-        self.lane.prefill_backlog = self.prefill_backlog();
+        let prefill_backlog = self.count_work();
         let num_sequences = self.lane.step.num_sequences();
         if num_sequences == 0 {
             self.ledger.since_schedule.stop();
@@ -76,7 +76,7 @@ impl Scheduler<'_> {
         step.number = number;
         step.since = self.now;
         step.num_tokens = self.plan.num_tokens() as u64;
-        step.prefill_is_short = is_short || self.lane.prefill_backlog > 0;
+        step.prefill_is_short = is_short || prefill_backlog > 0;
         step.num_samples = self.plan.num_samples();
         step.num_scores = self.plan.num_scores();
         self.lane.in_flight = true;
@@ -181,23 +181,31 @@ impl Scheduler<'_> {
         }
     }
 
-    /// Tokens that running sequences have still to compute, beyond this step, before their next output.
-    fn prefill_backlog(&self) -> u64 {
-        if self.lane.step.decodes.len() == self.lane.running.len() {
+    /// Counts what those that run hold, for predictions; returns the tokens that they have still to
+    /// compute, beyond this step, before their next output.
+    fn count_work(&mut self) -> u64 {
+        let num_levels = self.ledger.queue.num_levels();
+        let at_work = &mut self.lane.at_work;
+        at_work.clear();
+        at_work.resize(num_levels, AtWork::default());
+        // One level and best effort: who decodes is in nobody's way.
+        if num_levels == 2 && self.lane.step.decodes.len() == self.lane.running.len() {
             return 0;
         }
-        let left = |key: &SequenceKey| {
+        let mut prefill_backlog = 0;
+        for key in &self.lane.running {
             let sequence = &self.ledger.sequences[key.0];
-            match sequence.finished {
+            let left = match sequence.finished {
                 Some(_) => 0,
                 None => sequence.num_remaining_tokens() - sequence.num_scheduled_tokens,
-            }
-        };
-        self.lane
-            .running
-            .iter()
-            .map(|key| u64::from(left(key)))
-            .sum()
+            };
+            let work = &mut at_work[sequence.level];
+            work.rows += u64::from(sequence.num_rows());
+            work.blocks += sequence.table.blocks().len() as u64;
+            work.prefill_tokens += u64::from(left);
+            prefill_backlog += u64::from(left);
+        }
+        prefill_backlog
     }
 
     /// Admits newcomers while there is room, and says what holds the next one up.

@@ -1,11 +1,13 @@
 //! What the gate predicts, and what it does about it: rejections, promises, shedding.
 
+use chairlift_core::config::Settings;
 use chairlift_core::config::policy::{ClassSettings, OnTimeout, Policy, Shedding};
 use chairlift_core::request::Finish;
 
 use crate::gate::{SECOND, engine};
 use crate::harness::{Harness, exact, ticket_for};
 use crate::levels::two_levels;
+use crate::scenarios::settings;
 
 /// Ten tokens of prefill a second were measured, and so many prompts of 40 tokens wait.
 fn slow(policy: Policy, waiting: u64) -> Harness {
@@ -75,6 +77,47 @@ fn a_prefill_that_was_aborted_is_no_work_ahead() {
     let new = exact(22, 4, 1, 1_000);
     let submitted = harness.try_submit(ticket_for("ann", "low", &new), new);
     submitted.expect("a second or two, not six more");
+}
+
+#[test]
+fn lower_work_is_in_nobody_s_way_where_it_can_be_preempted() {
+    for allowed in [true, false] {
+        let mut policy = two_levels();
+        policy.preempt_to_admit = allowed;
+        policy.classes[1].ttft_target_us = Some(4 * SECOND);
+        let mut harness = slow(policy, 0);
+        // One waits for the only row, and so it is known how long a row takes to come free.
+        for id in 20..23 {
+            harness.submit_for("ann", "low", exact(id, 4, 30, 1_000));
+        }
+        while harness.client(21).scheduled == 0 {
+            harness.step_in(SECOND);
+        }
+        let new = exact(30, 10, 1, 1_000);
+        let submitted = harness.try_submit(ticket_for("bob", "high", &new), new);
+        assert_eq!(submitted.is_ok(), allowed, "{submitted:?}");
+        harness.run_to_end();
+    }
+}
+
+#[test]
+fn a_prefill_of_a_lower_level_is_not_ahead_of_a_higher_one() {
+    let mut policy = two_levels();
+    policy.classes[1].ttft_target_us = Some(4 * SECOND);
+    let mut harness = Harness::new(Settings {
+        max_num_batched_tokens: 10,
+        enable_prefix_caching: false,
+        policy,
+        ..settings()
+    });
+    harness.submit_for("ann", "low", exact(1, 60, 1, 1_000));
+    harness.step_in(SECOND);
+    let new = exact(2, 10, 1, 1_000);
+    let submitted = harness.try_submit(ticket_for("bob", "high", &new), new);
+    submitted.expect("ten tokens, and not fifty more");
+    harness.step_in(SECOND);
+    assert_eq!(harness.client(2).ended, 1);
+    harness.run_to_end();
 }
 
 #[test]
