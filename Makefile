@@ -12,7 +12,7 @@ TRACES ?=
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-rust test-python check format bench figures wheel clean
+.PHONY: help run test test-rust test-python soak check format bench figures wheel clean
 
 help: ## This list
 	@echo "Chairlift: make <target>"
@@ -28,6 +28,9 @@ test-rust: $(STAMPS)/installed
 
 test-python: $(STAMPS)/installed
 	$(BIN)/python -m pytest
+
+soak: ## Ten million steps of random operations on the scheduler, with every invariant checked
+	CHAIRLIFT_SOAK_RUNS=1667 cargo test --locked -p chairlift-core --test engine -- --nocapture invariants
 
 check: $(STAMPS)/installed ## Formatters, clippy, ruff, mypy --strict, stubtest
 	cargo fmt --all --check

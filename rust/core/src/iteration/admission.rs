@@ -90,7 +90,7 @@ impl Ledger {
         Situation {
             is_forming: lane.is_forming,
             num_running: lane.running.len(),
-            num_waiting: self.queue.len(),
+            num_waiting: self.queue.work().rows,
             oldest_arrival: oldest,
         }
     }

@@ -118,27 +118,11 @@ impl Ledger {
         n: u32,
         now: Time,
     ) -> Result<Place, SubmitError> {
-        if n == 0 || n > limits.max_queued_requests() {
-            let most = limits.max_queued_requests();
-            return Err(SubmitError::InvalidParameter {
-                field: "n",
-                value: n.to_string(),
-                allowed: format!("from 1 to max_queued_requests ({most})"),
-            });
-        }
-        let owner = self.tenants.get(tenant);
-        if let Some(max_running) = owner.rules.settings.max_running.filter(|&most| n > most) {
-            let tenant = owner.name.to_string();
-            return Err(SubmitError::TooManyAnswers {
-                tenant,
-                n,
-                max_running,
-            });
-        }
+        self.check_answers(limits, tenant, n)?;
         let doors = Doors {
             engine: self.door.clone(),
             class: self.classes[class.0 as usize].door.clone(),
-            tenant: owner.door.clone(),
+            tenant: self.tenants.get(tenant).door.clone(),
         };
         let bounds = self.bounds(limits, class, tenant);
         let mut taken = doors.take(n, bounds);
@@ -146,6 +130,27 @@ impl Ledger {
             taken = doors.take(n, bounds);
         }
         taken.map_err(|full| self.full(full, limits, class, tenant))
+    }
+
+    /// More answers than may ever wait, or than the tenant may run at once, would never run.
+    fn check_answers(&self, limits: &Limits, tenant: TenantKey, n: u32) -> Result<(), SubmitError> {
+        let most = limits.max_queued_requests();
+        if !(1..=most).contains(&n) {
+            return Err(SubmitError::InvalidParameter {
+                field: "n",
+                value: n.to_string(),
+                allowed: format!("from 1 to max_queued_requests ({most})"),
+            });
+        }
+        let owner = self.tenants.get(tenant);
+        match owner.rules.settings.max_running {
+            Some(max_running) if n > max_running => Err(SubmitError::TooManyAnswers {
+                tenant: owner.name.to_string(),
+                n,
+                max_running,
+            }),
+            _ => Ok(()),
+        }
     }
 
     fn full(&self, full: Full, limits: &Limits, class: ClassId, tenant: TenantKey) -> SubmitError {
@@ -244,6 +249,7 @@ impl Ledger {
         now: Time,
     ) -> Result<(Admitted, Work), SubmitError> {
         let Reserved { class, tenant, .. } = reserved;
+        self.check_answers(limits, tenant, request.sampling.n)?;
         let bounds = self.bounds(limits, class, tenant);
         let resized = reserved.place.resize(request.sampling.n, bounds);
         resized.map_err(|full| self.full(full, limits, class, tenant))?;
@@ -256,11 +262,15 @@ impl Ledger {
         let work = self.work_of(limits, &request, expected);
         let key = self.order_key(limits, &request, class, expected, now);
         let level = self.queue.level_index(self.rules.class(class).level);
-        let room = lane.room(limits);
+        let room = lane.room_for(limits, level, self.rules.policy().preempt_to_admit);
         let ahead = self.queue.work_before(level, leaf, key);
         if let Some((_, ttft)) = self.forecast.predict(ahead, work, room) {
             request.stats.predicted_ttft_us = Some(ttft);
-            self.check_promises(class, ttft, work, room)?;
+            // Where nothing is at work, a prediction has nothing to rest on but the past; whoever comes
+            // then is let in, or one slow iteration could close the door for good.
+            if !self.live.is_empty() {
+                self.check_promises(class, ttft, work, room)?;
+            }
         }
         let admitted = Admitted {
             entry: Entry {
@@ -396,12 +406,11 @@ impl Ledger {
         let prompt = u64::from(request.num_prompt_tokens);
         let cost = match policy.order {
             Order::Arrival | Order::Prefix => 0,
-            Order::Shortest => prompt + output_tokens + age,
-            // Blocks over iterations, in tokens: what is held while the output is written, over what a
-            // sequence of the longest length would hold.
+            Order::Shortest => (prompt + output_tokens).saturating_add(age),
+            // Blocks times iterations: those held on average while the output is written.
             Order::Footprint => {
-                let held = (prompt + output_tokens / 2) * output_tokens.max(1);
-                held / u64::from(limits.block_size()) + age
+                let held = (prompt + output_tokens / 2).saturating_mul(output_tokens.max(1));
+                (held / u64::from(limits.block_size())).saturating_add(age)
             }
             Order::Deadline => {
                 let target = self.rules.class(class).ttft_target_us;
@@ -450,6 +459,7 @@ impl Ledger {
             key,
             work,
             standing: Standing::Flow,
+            is_aside: false,
             is_promised: self.promises(entry.class).is_some(),
         };
         self.classes[entry.class.0 as usize].metrics.accepted += 1;
@@ -469,7 +479,7 @@ impl Ledger {
         entry.waiting = Some(Box::new(waiting));
         self.requests.insert(entry);
         self.queue.push_fresh(&fresh);
-        self.arm(request_key, now);
+        self.arm(request_key);
     }
 
     fn new_sequence(

@@ -15,8 +15,8 @@ pub(crate) struct Situation {
     pub(crate) is_forming: bool,
     /// Sequences in the running set.
     pub(crate) num_running: usize,
-    /// Sequences that wait.
-    pub(crate) num_waiting: usize,
+    /// Answers that wait.
+    pub(crate) num_waiting: u64,
     /// When the oldest that waits came.
     pub(crate) oldest_arrival: Option<Time>,
 }
@@ -39,7 +39,7 @@ pub(crate) fn may_join(join: Join, situation: Situation, now: Time) -> bool {
         Join::Static => situation.num_running == 0,
         Join::Window { size, .. } => {
             situation.num_running == 0
-                && (situation.num_waiting >= size as usize
+                && (situation.num_waiting >= u64::from(size)
                     || window_end(join, situation).is_none_or(|end| now >= end))
         }
     }

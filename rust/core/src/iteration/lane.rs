@@ -18,8 +18,17 @@ pub(crate) struct Lane {
     pub(crate) in_flight: bool,
     /// A batch that leaves together is still being formed.
     pub(crate) is_forming: bool,
-    /// Tokens that running sequences have still to compute before their first output, beyond `step`.
-    pub(crate) prefill_backlog: u64,
+    /// What those that run hold and have still to compute, by their level.
+    pub(crate) at_work: Vec<AtWork>,
+}
+
+/// What the running sequences of a level hold, and have still to compute.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct AtWork {
+    pub(crate) rows: u64,
+    pub(crate) blocks: u64,
+    /// Tokens before their next output, beyond the step.
+    pub(crate) prefill_tokens: u64,
 }
 
 /// Who is in a step, in the order of its plan. Kept until its results are committed.
@@ -64,19 +73,33 @@ impl Lane {
             },
             in_flight: false,
             is_forming: false,
-            prefill_backlog: 0,
+            at_work: Vec::new(),
             pool,
         }
     }
 
-    /// What is free for newcomers.
+    /// What is free for newcomers, behind all that runs.
     pub(crate) fn room(&self, limits: &Limits) -> Room {
         let watermark = limits.watermark_blocks();
         Room {
             rows: self.rows.num_free().into(),
             blocks: self.pool.available().saturating_sub(watermark).into(),
-            prefill_tokens: self.prefill_backlog,
+            prefill_tokens: self.at_work.iter().map(|work| work.prefill_tokens).sum(),
         }
+    }
+
+    /// What is free for newcomers of a level: prefill of lower ones goes behind theirs, and if `preempts`
+    /// says so, what lower ones hold is as good as free.
+    pub(crate) fn room_for(&self, limits: &Limits, level: usize, preempts: bool) -> Room {
+        let mut room = self.room(limits);
+        for below in self.at_work.iter().skip(level + 1) {
+            room.prefill_tokens -= below.prefill_tokens;
+            if preempts {
+                room.rows += below.rows;
+                room.blocks += below.blocks;
+            }
+        }
+        room
     }
 }
 

@@ -136,7 +136,11 @@ impl Ledger {
         finish: Finish,
         now: Time,
     ) {
-        self.stop_waiting(key);
+        let tenant = self.requests[key.0].tenant;
+        if self.stop_waiting(key).is_some() && self.tenants.get(tenant).held_until.is_none() {
+            // It may have been the one that its tenant was too busy for.
+            self.let_go(tenant, now);
+        }
         for sequence in self.requests[key.0].sequences.clone() {
             let state = &mut self.sequences[sequence.0];
             if state.ended {
@@ -176,13 +180,15 @@ impl Ledger {
         let waiting = entry.waiting.take()?;
         let tenant = self.tenants.get_mut(entry.tenant);
         tenant.waiting_tokens -= waiting.rate_tokens;
-        if waiting.fresh.standing == Standing::Parked {
-            tenant.parked.retain(|&(id, _)| id != entry.request.id);
-        }
+        tenant.forget_aside(&waiting.fresh);
         if let Some(timer) = waiting.timer {
             self.timers.remove(&(timer, entry.request.id));
         }
         self.queue.remove_fresh(&waiting.fresh);
+        if waiting.fresh.standing != Standing::Flow {
+            let tenant = entry.tenant;
+            self.call_back(tenant);
+        }
         Some(waiting)
     }
 

@@ -7,9 +7,9 @@
 //! on: since the pool holds one sequence of `max_model_len`, every sequence gets its turn as the oldest,
 //! and no chain of preemptions can go on for ever.
 //!
-//! A waiting request of a strictly higher level preempts to be admitted, if that frees what it lacks; only
-//! those that run since an earlier step, are not protected and were not preempted too often, so that two
-//! requests never take turns at it.
+//! A waiting request of a strictly higher level preempts to be admitted, if that frees what it lacks: only
+//! those that run since an earlier step and were not preempted too often, those that are protected last,
+//! so that two requests never take turns at it for ever.
 //!
 //! A victim is computed again from its tokens (recompute), and waits ahead of everything fresh of its
 //! level. It keeps its text state: nothing is sent twice.
@@ -52,15 +52,30 @@ pub(crate) fn choose_victim(ledger: &Ledger, lane: &Lane) -> Option<usize> {
     protected.or(useless)
 }
 
-/// Running sequences of levels below `level` that together make room for a newcomer that lacks so many
-/// blocks and rows; `None` if there are not enough.
+/// What a newcomer lacks to be admitted.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Lack {
+    pub(crate) rows: u32,
+    pub(crate) blocks: u32,
+    /// Blocks that it needs beside those, because the prefix cache has them.
+    pub(crate) num_cached_blocks: u32,
+}
+
+/// Running sequences of levels below `level` that together make room for `newcomer`; `None` if there
+/// are not enough.
 pub(crate) fn choose_victims_below(
     ledger: &Ledger,
     lane: &Lane,
+    newcomer: SequenceKey,
     level: usize,
-    lacking_blocks: u32,
-    lacking_rows: u32,
+    lack: Lack,
 ) -> Option<Vec<SequenceKey>> {
+    // What a victim shares with the newcomer is no gain: the newcomer takes it.
+    let cached = &ledger.sequences[newcomer.0].chain[..lack.num_cached_blocks as usize];
+    let shared = |sequence: &Sequence| {
+        let pairs = sequence.chain.iter().zip(cached);
+        pairs.take_while(|(own, cached)| own == cached).count()
+    };
     let may_go = |sequence: &Sequence| {
         sequence.level > level
             && sequence.finished.is_none()
@@ -84,17 +99,17 @@ pub(crate) fn choose_victims_below(
     let (mut blocks, mut rows) = (0, 0);
     let mut victims = Vec::new();
     for (key, sequence) in candidates {
-        if blocks >= lacking_blocks && rows >= lacking_rows {
+        if blocks >= lack.blocks && rows >= lack.rows {
             break;
         }
-        let frees = sequence.table.num_exclusive();
-        if frees > 0 || rows < lacking_rows {
+        let frees = sequence.table.num_exclusive_from(shared(sequence));
+        if frees > 0 || rows < lack.rows {
             blocks += frees;
             rows += sequence.num_rows();
             victims.push(key);
         }
     }
-    (blocks >= lacking_blocks && rows >= lacking_rows).then_some(victims)
+    (blocks >= lack.blocks && rows >= lack.rows).then_some(victims)
 }
 
 fn preemptions(ledger: &Ledger, sequence: &Sequence) -> u32 {

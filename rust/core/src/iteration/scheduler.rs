@@ -14,10 +14,10 @@ use crate::config::Limits;
 use crate::config::policy::Order;
 use crate::iteration::commit::{leave_together, remove_ended};
 use crate::iteration::join::{leaves_together, may_join};
-use crate::iteration::lane::Lane;
+use crate::iteration::lane::{AtWork, Lane};
 use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
-use crate::iteration::preempt::{choose_victim, choose_victims_below, preempt};
+use crate::iteration::preempt::{Lack, choose_victim, choose_victims_below, preempt};
 use crate::iteration::rows::Row;
 use crate::iteration::sequence::Sequence;
 use crate::memory::blocks::PrefixMatch;
@@ -44,8 +44,7 @@ pub(crate) struct Scheduler<'a> {
 /// Why the next in the queue does not join now, and what it lacks.
 struct DoesNotFit {
     blocked: Blocked,
-    lacking_blocks: u32,
-    lacking_rows: u32,
+    lack: Lack,
 }
 
 /// What newcomers were given.
@@ -64,20 +63,20 @@ impl Scheduler<'_> {
         self.schedule_decodes();
         self.close_batch();
         self.admit_newcomers();
-        self.schedule_chunks(usize::MAX);
+        self.schedule_chunks(self.ledger.queue.num_levels());
+        let prefill_backlog = self.count_work();
         let num_sequences = self.lane.step.num_sequences();
         if num_sequences == 0 {
             self.ledger.since_schedule.stop();
             return false;
         }
         self.write_plan();
-        self.lane.prefill_backlog = self.prefill_backlog();
         let is_short = self.ledger.clocks.blocked() == Some(Blocked::Budget);
         let step = &mut self.lane.step;
         step.number = number;
         step.since = self.now;
         step.num_tokens = self.plan.num_tokens() as u64;
-        step.prefill_is_short = is_short || self.lane.prefill_backlog > 0;
+        step.prefill_is_short = is_short || prefill_backlog > 0;
         step.num_samples = self.plan.num_samples();
         step.num_scores = self.plan.num_scores();
         self.lane.in_flight = true;
@@ -149,19 +148,25 @@ impl Scheduler<'_> {
             .is_some()
     }
 
-    /// Schedules prefill chunks of running sequences of level number `lowest` and above.
+    /// Schedules prefill chunks of running sequences of level number `lowest` and above, the highest
+    /// level first.
     fn schedule_chunks(&mut self, lowest: usize) {
-        let scheduled = self.lane.step.num_sequences();
-        if scheduled == self.lane.running.len() {
-            return;
+        for level in 0..=lowest {
+            if self.lane.step.num_sequences() == self.lane.running.len() || self.budget == 0 {
+                return;
+            }
+            self.schedule_chunks_of(level);
         }
+    }
+
+    fn schedule_chunks_of(&mut self, level: usize) {
         for &key in &self.lane.running {
             if self.budget == 0 {
                 return;
             }
             let sequence = &mut self.ledger.sequences[key.0];
-            if sequence.num_scheduled_tokens > 0
-                || sequence.level > lowest
+            if sequence.level != level
+                || sequence.num_scheduled_tokens > 0
                 || sequence.finished.is_some()
             {
                 continue;
@@ -176,23 +181,31 @@ impl Scheduler<'_> {
         }
     }
 
-    /// Tokens that running sequences have still to compute, beyond this step, before their next output.
-    fn prefill_backlog(&self) -> u64 {
-        if self.lane.step.decodes.len() == self.lane.running.len() {
+    /// Counts what those that run hold, for predictions; returns the tokens that they have still to
+    /// compute, beyond this step, before their next output.
+    fn count_work(&mut self) -> u64 {
+        let num_levels = self.ledger.queue.num_levels();
+        let at_work = &mut self.lane.at_work;
+        at_work.clear();
+        at_work.resize(num_levels, AtWork::default());
+        // One level and best effort: who decodes is in nobody's way.
+        if num_levels == 2 && self.lane.step.decodes.len() == self.lane.running.len() {
             return 0;
         }
-        let left = |key: &SequenceKey| {
+        let mut prefill_backlog = 0;
+        for key in &self.lane.running {
             let sequence = &self.ledger.sequences[key.0];
-            match sequence.finished {
+            let left = match sequence.finished {
                 Some(_) => 0,
                 None => sequence.num_remaining_tokens() - sequence.num_scheduled_tokens,
-            }
-        };
-        self.lane
-            .running
-            .iter()
-            .map(|key| u64::from(left(key)))
-            .sum()
+            };
+            let work = &mut at_work[sequence.level];
+            work.rows += u64::from(sequence.num_rows());
+            work.blocks += sequence.table.blocks().len() as u64;
+            work.prefill_tokens += u64::from(left);
+            prefill_backlog += u64::from(left);
+        }
+        prefill_backlog
     }
 
     /// Admits newcomers while there is room, and says what holds the next one up.
@@ -234,14 +247,23 @@ impl Scheduler<'_> {
             }
             let key = self.choose(next);
             let admitted = match self.admit(key) {
-                Err(lack) if self.preempt_for(key, &lack) => self.admit(key),
+                Err(DoesNotFit { lack, .. }) if self.preempt_for(next, key, lack) => {
+                    self.admit(key)
+                }
                 admitted => admitted,
             };
             match admitted {
                 Ok(chunk) => {
                     self.budget -= chunk;
                     self.lane.step.add(key, chunk);
-                    let sequence = &self.ledger.sequences[key.0];
+                    if let Next::Fresh(first, _, leaf) = next {
+                        self.ledger.queue.left(leaf, key == first);
+                    }
+                    let sequence = &mut self.ledger.sequences[key.0];
+                    if let Next::Promoted(_) = next {
+                        // It stays ahead of those it went ahead of, or they would take its place.
+                        sequence.level = 0;
+                    }
                     handed.rows += u64::from(sequence.num_rows());
                     handed.blocks += sequence.table.blocks().len() as u64;
                 }
@@ -273,7 +295,7 @@ impl Scheduler<'_> {
             self.ledger.hold(tenant_key, until, self.now);
         }
         // Holding its flows does not stop what waits elsewhere.
-        self.ledger.park(request);
+        self.ledger.set_aside(request);
         true
     }
 
@@ -286,15 +308,19 @@ impl Scheduler<'_> {
         if self.ledger.rules.policy().order != Order::Prefix || !self.limits.prefix_caching() {
             return first;
         }
-        let flow_passes = self.ledger.queue.passes(leaf);
         let mut best = (first, 0);
-        if flow_passes < MAX_PASSES {
+        if self.ledger.queue.passes(leaf) < MAX_PASSES {
             let mut candidates = Vec::with_capacity(PREFIX_CANDIDATES);
             self.ledger
                 .queue
                 .visit_first(leaf, PREFIX_CANDIDATES, |key| candidates.push(key));
             for key in candidates {
                 let sequence = &mut self.ledger.sequences[key.0];
+                let entry = &self.ledger.requests[sequence.request.0];
+                let owner = self.ledger.tenants.get(entry.tenant);
+                if owner.is_busy(entry.request.sampling.n) {
+                    continue;
+                }
                 let chain = sequence.usable_chain(self.limits.block_size());
                 let cached = self.lane.pool.find_prefix(chain).num_blocks;
                 if cached > best.1 {
@@ -302,28 +328,21 @@ impl Scheduler<'_> {
                 }
             }
         }
-        let passes = if best.0 == first { 0 } else { flow_passes + 1 };
-        self.ledger.queue.set_passes(leaf, passes);
         best.0
     }
 
     /// Preempts sequences of lower levels so that a newcomer fits; false, and nothing has changed, if
     /// that would not be enough.
-    fn preempt_for(&mut self, key: SequenceKey, lack: &DoesNotFit) -> bool {
-        if !self.ledger.rules.policy().preempt_to_admit
-            || lack.lacking_blocks + lack.lacking_rows == 0
-        {
+    fn preempt_for(&mut self, next: Next, key: SequenceKey, lack: Lack) -> bool {
+        if !self.ledger.rules.policy().preempt_to_admit || lack.blocks + lack.rows == 0 {
             return false;
         }
-        let level = self.ledger.sequences[key.0].level;
-        let victims = choose_victims_below(
-            self.ledger,
-            self.lane,
-            level,
-            lack.lacking_blocks,
-            lack.lacking_rows,
-        );
-        let Some(victims) = victims else {
+        // Where it waits counts: best effort preempts nobody, whatever its class.
+        let level = match next {
+            Next::Promoted(_) => self.ledger.sequences[key.0].level,
+            Next::Returning(_, level) | Next::Fresh(_, level, _) => level,
+        };
+        let Some(victims) = choose_victims_below(self.ledger, self.lane, key, level, lack) else {
             return false;
         };
         for victim in victims {
@@ -376,13 +395,11 @@ impl Scheduler<'_> {
         let limits = self.limits;
         let sequence = &mut self.ledger.sequences[key.0];
         let request = &self.ledger.requests[sequence.request.0].request;
-        let lack = |blocked, lacking_blocks, lacking_rows| DoesNotFit {
-            blocked,
-            lacking_blocks,
-            lacking_rows,
-        };
         if !fits_resets(self.plan, request, sequence) {
-            return Err(lack(Blocked::Budget, 0, 0));
+            return Err(DoesNotFit {
+                blocked: Blocked::Budget,
+                lack: Lack::default(),
+            });
         }
         let pool = &self.lane.pool;
         let cached = if limits.prefix_caching() {
@@ -398,15 +415,21 @@ impl Scheduler<'_> {
         } else {
             limits.watermark_blocks()
         };
-        let lacking_rows = sequence
-            .num_rows()
-            .saturating_sub(self.lane.rows.num_free());
-        let lacking_blocks = (needed + watermark).saturating_sub(pool.available());
-        match (lacking_rows, lacking_blocks) {
-            (0, 0) => Ok(cached),
-            (0, _) => Err(lack(Blocked::Memory, lacking_blocks, 0)),
-            _ => Err(lack(Blocked::Slots, lacking_blocks, lacking_rows)),
-        }
+        let lack = Lack {
+            rows: sequence
+                .num_rows()
+                .saturating_sub(self.lane.rows.num_free()),
+            blocks: (needed + watermark).saturating_sub(pool.available()),
+            num_cached_blocks: cached.num_blocks,
+        };
+        let blocked = match lack {
+            Lack {
+                rows: 0, blocks: 0, ..
+            } => return Ok(cached),
+            Lack { rows: 0, .. } => Blocked::Memory,
+            _ => Blocked::Slots,
+        };
+        Err(DoesNotFit { blocked, lack })
     }
 
     fn write_plan(&mut self) {

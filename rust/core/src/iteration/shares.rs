@@ -2,9 +2,8 @@
 //! books about them.
 
 use crate::config::policy::{ClassId, Rules, Sharing};
-use crate::iteration::ledger::Ledger;
+use crate::iteration::ledger::{Entry, Ledger};
 use crate::request::Time;
-use crate::waiting::queue::Standing;
 use crate::waiting::tenants::TenantKey;
 
 /// What a tenant was served in a class.
@@ -58,6 +57,7 @@ impl Ledger {
                 self.queue.flows_mut().set_weight(flow, weight);
             }
         }
+        self.tenants.forget_unnamed();
         self.queue.reload(&self.rules);
         let live: Vec<_> = self.live.values().copied().collect();
         for key in live {
@@ -65,13 +65,20 @@ impl Ledger {
             if let Some(timer) = entry.waiting.as_mut().and_then(|w| w.timer.take()) {
                 self.timers.remove(&(timer, entry.request.id));
             }
-            self.arm(key, now);
+            self.arm(key);
         }
     }
 
     /// Checks the books of queue, doors and tenants; says the first that disagrees.
     pub(crate) fn audit(&self) -> Result<(), String> {
         self.queue.flows().audit()?;
+        let referring = self.live.len() + self.tenants.num_flow_references();
+        let references = self.queue.flows().num_references();
+        if references != referring {
+            return Err(format!(
+                "{references} references to flows are held, by {referring}"
+            ));
+        }
         let waiting = self
             .requests
             .iter()
@@ -132,14 +139,28 @@ impl Ledger {
             let is_armed = waiting
                 .timer
                 .is_none_or(|timer| self.timers.contains(&(timer, entry.request.id)));
-            let is_parked = waiting.fresh.standing == Standing::Parked;
+            let fresh = &waiting.fresh;
             let owner = self.tenants.get(entry.tenant);
-            if !is_armed || is_parked != owner.parked.iter().any(|&(id, _)| id == entry.request.id)
-            {
+            let aside = owner.aside.get(&(fresh.standing, fresh.key.number));
+            let known_aside = fresh.is_aside.then_some(&entry.request.id);
+            if !is_armed || aside != known_aside {
                 return Err(format!(
                     "{} has a timer or a standing nobody knows",
                     entry.request.id
                 ));
+            }
+            let waits_before = |(_, other): (usize, &Entry)| {
+                let waiting = other.waiting.as_ref();
+                let other = waiting.filter(|_| other.tenant == entry.tenant);
+                other.is_some_and(|other| {
+                    !other.fresh.is_aside && other.fresh.standing == fresh.standing
+                })
+            };
+            if fresh.is_aside
+                && owner.held_since.is_none()
+                && !self.requests.iter().any(waits_before)
+            {
+                return Err(format!("{} is aside for nobody", entry.request.id));
             }
         }
         Ok(())

@@ -2,7 +2,7 @@
 //!
 //! A request that was never scheduled has one timer: the earliest moment at which a rule has something
 //! to say about it. Its deadline ends it. At its class's maximum queue time it expires or is promoted;
-//! at the longest wait behind higher levels it is promoted. When it will certainly miss its deadline or
+//! at the longest wait behind higher levels, where there are any, it is promoted. When it will certainly miss its deadline or
 //! its class's TTFT target, it is relegated or dropped, as the class says. A tenant that its rate holds
 //! has a timer, too.
 
@@ -52,98 +52,86 @@ impl Ledger {
         }
     }
 
+    /// Does all that is due for a waiting request; what one rule does may silence the others.
     fn rule(&mut self, lane: &mut Lane, key: RequestKey, now: Time) {
-        let mut dues = self.dues(&self.requests[key.0]);
-        dues.sort_by_key(|&(at, _)| at);
-        for (_, due) in dues.into_iter().take_while(|&(at, _)| at <= now) {
+        while let Some((_, due)) = self.next_due(key).filter(|&(at, _)| at <= now) {
             match due {
                 Due::End(finish) => return self.end_request(lane, key, finish, now),
                 Due::Promote => self.stand(key, Standing::Promoted),
                 Due::Relegate => self.stand(key, Standing::BestEffort),
             }
         }
-        self.arm(key, now);
+        self.arm(key);
     }
 
-    /// Sets a waiting request's timer to the next moment at which a rule has something to say.
-    pub(crate) fn arm(&mut self, key: RequestKey, now: Time) {
-        let entry = &self.requests[key.0];
-        let dues = self.dues(entry);
-        let next = dues
-            .into_iter()
-            .map(|(at, _)| at)
-            .filter(|&at| at > now)
-            .min();
+    /// Sets a waiting request's timer to the first moment at which a rule has something to say. That may
+    /// be over already: a deadline that has passed, a bound that was lowered.
+    pub(crate) fn arm(&mut self, key: RequestKey) {
+        let next = self.next_due(key);
         let entry = &mut self.requests[key.0];
-        if let (Some(waiting), Some(next)) = (&mut entry.waiting, next) {
+        if let (Some(waiting), Some((next, _))) = (&mut entry.waiting, next) {
             waiting.timer = Some(next);
             self.timers.insert((next, entry.request.id));
         }
     }
 
-    /// What the rules will say about a waiting request, and when.
-    fn dues(&self, entry: &Entry) -> Vec<(Time, Due)> {
-        let Some(waiting) = &entry.waiting else {
-            return Vec::new();
-        };
+    /// What a rule will say first about a waiting request, and when.
+    fn next_due(&self, key: RequestKey) -> Option<(Time, Due)> {
+        let entry = &self.requests[key.0];
+        let waiting = entry.waiting.as_ref()?;
+        let dues = self.dues(entry, waiting);
+        dues.into_iter().flatten().min_by_key(|&(at, _)| at)
+    }
+
+    /// What each rule will say about a waiting request, and when; at the same moment the first counts.
+    fn dues(&self, entry: &Entry, waiting: &Waiting) -> [Option<(Time, Due)>; 4] {
         let class = self.rules.class(entry.class);
         let arrival = entry.request.stats.arrival;
         let after = |us: u64| Time(arrival.0.saturating_add(us));
-        let mut dues = Vec::new();
-        if let Some(deadline) = entry.request.deadline {
-            dues.push((deadline, Due::End(Finish::DeadlineMissed)));
-        }
-        let standing = self.standing(entry, waiting);
+        let standing = waiting.fresh.standing;
+        let deadline = entry.request.deadline;
+        let missed = deadline.map(|at| (at, Due::End(Finish::DeadlineMissed)));
         if standing == Standing::Promoted {
-            return dues;
+            return [missed, None, None, None];
         }
-        if let Some(most) = class.max_queue_time_us {
-            let due = match class.on_timeout {
-                OnTimeout::Expire => Due::End(Finish::QueueTimeout),
-                OnTimeout::Promote => Due::Promote,
-            };
-            dues.push((after(most), due));
-        }
+        let timeout = match class.on_timeout {
+            OnTimeout::Expire => Due::End(Finish::QueueTimeout),
+            OnTimeout::Promote => Due::Promote,
+        };
+        let timeout = class.max_queue_time_us.map(|most| (after(most), timeout));
         if standing == Standing::BestEffort {
-            return dues;
+            return [missed, timeout, None, None];
         }
         // Nobody of the highest level waits behind a higher one.
         let ages = self.rules.policy().max_level_wait_us;
-        if let Some(most) = ages.filter(|_| waiting.fresh.level > 0) {
+        let aged = ages.filter(|_| waiting.fresh.level > 0).map(|most| {
             // A place comes free within some iterations, and the wait is to end in time.
-            let lead = (AGEING_LEAD_ITERATIONS * self.forecast.iteration_us()).min(most / 2);
-            dues.push((after(most - lead), Due::Promote));
-        }
+            let lead = AGEING_LEAD_ITERATIONS.saturating_mul(self.forecast.iteration_us());
+            (after(most - lead.min(most / 2)), Due::Promote)
+        });
         let target = class.ttft_target_us.map(after);
-        let target = [target, entry.request.deadline].into_iter().flatten().min();
+        let target = [target, deadline].into_iter().flatten().min();
         let doomed = match class.on_doomed {
             OnDoomed::Keep => None,
             OnDoomed::Relegate => Some(Due::Relegate),
             OnDoomed::Drop => Some(Due::End(Finish::DeadlineMissed)),
         };
-        if let (Some(target), Some(due)) = (target, doomed) {
-            let least = self
-                .forecast
-                .prefill_us(entry.request.num_prompt_tokens.into());
-            let last = Time(target.0.saturating_sub(least).max(arrival.0 + 1));
-            dues.push((last, due));
-        }
-        dues
-    }
-
-    /// Where a request waits, or waited before it was set aside.
-    fn standing(&self, entry: &Entry, waiting: &Waiting) -> Standing {
-        let parked = &self.tenants.get(entry.tenant).parked;
-        let aside = parked.iter().find(|&&(id, _)| id == entry.request.id);
-        aside.map_or(waiting.fresh.standing, |&(_, standing)| standing)
+        let doomed = target.zip(doomed).map(|(target, due)| {
+            let prompt = entry.request.num_prompt_tokens.into();
+            let least = self.forecast.prefill_us(prompt);
+            let last = target.0.saturating_sub(least).max(arrival.0 + 1);
+            (Time(last), due)
+        });
+        [missed, timeout, aged, doomed]
     }
 
     fn stand(&mut self, key: RequestKey, standing: Standing) {
         let entry = &mut self.requests[key.0];
+        let tenant = entry.tenant;
         if let Some(waiting) = &mut entry.waiting {
-            let parked = &mut self.tenants.get_mut(entry.tenant).parked;
-            parked.retain(|&(id, _)| id != entry.request.id);
+            self.tenants.get_mut(tenant).forget_aside(&waiting.fresh);
             self.queue.move_to(&mut waiting.fresh, standing);
+            self.call_back(tenant);
         }
     }
 
@@ -161,13 +149,6 @@ impl Ledger {
     /// Lets a tenant go that is held; whether it may run is looked at when it is its turn.
     pub(crate) fn let_go(&mut self, key: TenantKey, now: Time) {
         let tenant = self.tenants.get_mut(key);
-        for (id, standing) in std::mem::take(&mut tenant.parked) {
-            let request = self.live[&id];
-            if let Some(waiting) = &mut self.requests[request.0].waiting {
-                self.queue.move_to(&mut waiting.fresh, standing);
-            }
-        }
-        let tenant = self.tenants.get_mut(key);
         let Some(since) = tenant.held_since.take() else {
             return;
         };
@@ -176,19 +157,34 @@ impl Ledger {
             self.holds.remove(&(until, key));
         }
         self.queue.set_held(&self.tenants.get(key).flows, false);
+        self.call_back(key);
     }
 
     /// Sets a request that waits outside its flow aside until its tenant is let go.
-    pub(crate) fn park(&mut self, key: RequestKey) {
+    pub(crate) fn set_aside(&mut self, key: RequestKey) {
         let entry = &mut self.requests[key.0];
-        let Some(waiting) = &mut entry.waiting else {
-            return;
-        };
-        let standing = waiting.fresh.standing;
-        if standing != Standing::Flow {
-            self.queue.move_to(&mut waiting.fresh, Standing::Parked);
+        if let Some(waiting) = &mut entry.waiting
+            && waiting.fresh.standing != Standing::Flow
+        {
+            self.queue.set_aside(&mut waiting.fresh, true);
+            let place = (waiting.fresh.standing, waiting.fresh.key.number);
             let owner = self.tenants.get_mut(entry.tenant);
-            owner.parked.push((entry.request.id, standing));
+            owner.aside.insert(place, entry.request.id);
+        }
+    }
+
+    /// Brings the first promoted request and the first of best effort back that were set aside, if
+    /// their tenant is not held. Those behind them follow one by one, as these leave.
+    pub(crate) fn call_back(&mut self, key: TenantKey) {
+        for standing in [Standing::Promoted, Standing::BestEffort] {
+            let Some(id) = self.tenants.get(key).first_aside(standing) else {
+                continue;
+            };
+            let request = self.live[&id];
+            if let Some(waiting) = &mut self.requests[request.0].waiting {
+                self.tenants.get_mut(key).forget_aside(&waiting.fresh);
+                self.queue.set_aside(&mut waiting.fresh, false);
+            }
         }
     }
 }

@@ -30,6 +30,11 @@ const REBASE_ABOVE: u64 = 1 << 63;
 const REBASE_TO: u64 = 1 << 61;
 /// How far a counter may be above the least after that.
 const MOST_DEBT: u64 = 1 << 62;
+/// Idle children that owe and are remembered; beyond that the smallest debts are forgiven, because names
+/// of users are the clients' to choose.
+const MAX_IDLE: usize = 1 << 16;
+/// Most that a counter moves at once, whatever the price and the weight: it never overflows.
+const MOST_AT_ONCE: u64 = 1 << 60;
 /// Weight 1 as the divisor of service: counters are units times this over the weight.
 const UNIT_WEIGHT: f64 = (1_u64 << 20) as f64;
 
@@ -47,6 +52,13 @@ struct Account {
     /// Units that were really charged, less refunds.
     served: Units,
     parent: Option<FlowKey>,
+}
+
+impl Account {
+    /// What `units` of service move its counter by.
+    fn steps(&self, units: Units) -> u64 {
+        units.saturating_mul(self.divisor).min(MOST_AT_ONCE)
+    }
 }
 
 struct Flow {
@@ -139,7 +151,8 @@ impl Flows {
         &mut self.accounts[key.0 as usize]
     }
 
-    /// The child of `parent` with that name, made where there is none, with one more reference.
+    /// The child of `parent` with that name and weight, made where there is none, with one more
+    /// reference.
     pub fn acquire(&mut self, parent: FlowKey, name: &Arc<str>, weight: f64) -> FlowKey {
         let known = self.by_name.get(&(parent, Arc::clone(name))).copied();
         let key = known.unwrap_or_else(|| {
@@ -148,6 +161,7 @@ impl Flows {
             self.flow_mut(parent).references += 1;
             key
         });
+        self.set_weight(key, weight);
         let flow = self.flow_mut(key);
         flow.references += 1;
         if flow.references == 1 {
@@ -265,7 +279,7 @@ impl Flows {
         while let Some(parent) = self.account(at).parent {
             let account = self.account_mut(at);
             account.served += units;
-            account.service += units * account.divisor;
+            account.service += account.steps(units);
             if account.service > self.rebase_above {
                 self.rebase(parent);
             }
@@ -280,7 +294,7 @@ impl Flows {
             let account = self.account_mut(at);
             let before = account.service;
             account.served -= units;
-            account.service = before.saturating_sub(units * account.divisor);
+            account.service = before.saturating_sub(account.steps(units));
             let service = account.service;
             let (standing, is_idle) = (self.flow(at).standing, self.flow(at).references == 0);
             let is_late = |&(key, _): &SiblingKey| self.by_service && key.cost > service;
@@ -370,7 +384,7 @@ impl Flows {
         service
     }
 
-    /// Drops the idle children that a lift would give their counter back.
+    /// Drops the idle children that a lift would give their counter back, and what is too many.
     fn drop_idle(&mut self, parent: FlowKey) {
         let floor = if self.by_service {
             self.floor(parent).unwrap_or(u64::MAX)
@@ -379,7 +393,7 @@ impl Flows {
         };
         let mut dropped = 0;
         while let Some(&(service, key)) = self.flow(parent).idle.first() {
-            if service > floor {
+            if service > floor && self.flow(parent).idle.len() <= MAX_IDLE {
                 break;
             }
             let flow = self.slab.remove(key.0 as usize);
@@ -448,7 +462,8 @@ impl Flows {
         let eligible = &self.flow(parent).eligible;
         let first = eligible.first();
         let least = first.map_or(own.service, |&(_, key)| self.account(key).service);
-        let until = own.service.max(least) + units * own.divisor;
+        let until = own.service.max(least);
+        let until = until.saturating_add(units.saturating_mul(own.divisor));
         let mut ahead = 0;
         let mut seen = 0;
         for &(_, sibling) in eligible.iter().take(SIBLINGS_LOOKED_AT) {
@@ -478,6 +493,13 @@ impl Flows {
             if flow.parent.is_some() && flow.standing.is_some() != (may_run && !flow.held) {
                 return Err(format!("{key:?} stands among its siblings wrongly"));
             }
+            let idle = (self.account(key).service, key);
+            let is_idle = flow.parent.map(|of| self.flow(of).idle.contains(&idle));
+            if is_idle.is_some_and(|is_idle| is_idle != (flow.references == 0)) {
+                return Err(format!(
+                    "{key:?} is idle to one, and referred to by another"
+                ));
+            }
             let late = |&(key, child): &SiblingKey| {
                 self.by_service && key.cost > self.account(child).service
             };
@@ -499,6 +521,12 @@ impl Flows {
     pub fn num_flows(&self) -> usize {
         self.slab.len()
     }
+
+    /// References to all flows, less those that flows have to their parents.
+    pub fn num_references(&self) -> usize {
+        let all = self.slab.iter().map(|(_, flow)| flow.references as usize);
+        all.sum::<usize>() - self.by_name.len()
+    }
 }
 
 /// Siblings of a tier that a prediction looks at.
@@ -515,3 +543,6 @@ fn service_key(service: u64) -> OrderKey {
         number: 0,
     }
 }
+
+#[cfg(test)]
+mod tests;

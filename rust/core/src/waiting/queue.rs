@@ -87,14 +87,12 @@ impl Work {
 }
 
 /// Where a request waits that was never scheduled.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Standing {
     /// In its flow.
     Flow,
     /// Ahead of everything that was not promoted.
     Promoted,
-    /// Set aside until its tenant is let go.
-    Parked,
     /// Behind everything else.
     BestEffort,
 }
@@ -114,6 +112,8 @@ pub struct Fresh {
     pub work: Work,
     /// Where it waits.
     pub standing: Standing,
+    /// Set aside until its tenant is let go; nobody in a flow ever is, because flows are held.
+    pub is_aside: bool,
     /// Its class promises to promote it.
     pub is_promised: bool,
 }
@@ -191,6 +191,11 @@ impl WaitingQueue {
             promised_work: Work::default(),
             num_waiting: 0,
         }
+    }
+
+    /// Levels, best effort included.
+    pub fn num_levels(&self) -> usize {
+        self.levels.len()
     }
 
     /// Index of a level.
@@ -288,14 +293,17 @@ impl WaitingQueue {
                 self.enter_flow(fresh);
             }
             Standing::Promoted => {
-                self.promoted.insert(fresh.key.number, fresh.sequence);
                 self.promoted_work.add(fresh.work);
+                if !fresh.is_aside {
+                    self.promoted.insert(fresh.key.number, fresh.sequence);
+                }
             }
-            Standing::Parked => self.promoted_work.add(fresh.work),
             Standing::BestEffort => {
                 let last = self.levels.last_mut().expect("best effort is a level");
-                last.fresh.insert(fresh.key.number, fresh.sequence);
                 last.work.add(fresh.work);
+                if !fresh.is_aside {
+                    last.fresh.insert(fresh.key.number, fresh.sequence);
+                }
             }
         }
     }
@@ -356,7 +364,6 @@ impl WaitingQueue {
                 self.promoted.remove(&fresh.key.number);
                 self.promoted_work.remove(fresh.work);
             }
-            Standing::Parked => self.promoted_work.remove(fresh.work),
             Standing::BestEffort => {
                 let last = self.levels.last_mut().expect("best effort is a level");
                 last.fresh.remove(&fresh.key.number);
@@ -369,6 +376,15 @@ impl WaitingQueue {
     pub fn move_to(&mut self, fresh: &mut Fresh, standing: Standing) {
         self.leave(fresh);
         fresh.standing = standing;
+        fresh.is_aside = false;
+        self.stand(fresh);
+    }
+
+    /// Sets a fresh request that waits outside its flow aside, or lets it wait again.
+    pub fn set_aside(&mut self, fresh: &mut Fresh, aside: bool) {
+        debug_assert_ne!(fresh.standing, Standing::Flow);
+        self.leave(fresh);
+        fresh.is_aside = aside;
         self.stand(fresh);
     }
 
@@ -472,7 +488,7 @@ impl WaitingQueue {
         self.promised_work
     }
 
-    /// The oldest fresh request that waits and is not parked.
+    /// The oldest fresh request that waits and was not set aside.
     fn oldest_fresh(&self) -> Option<(u64, SequenceKey)> {
         let levels = self
             .levels
@@ -498,8 +514,9 @@ impl WaitingQueue {
         self.flows.passes(leaf)
     }
 
-    /// Sets that.
-    pub fn set_passes(&mut self, leaf: FlowKey, passes: u32) {
+    /// The first of a flow was admitted, or another one ahead of it.
+    pub fn left(&mut self, leaf: FlowKey, was_first: bool) {
+        let passes = if was_first { 0 } else { self.passes(leaf) + 1 };
         self.flows.set_passes(leaf, passes);
     }
 

@@ -18,7 +18,7 @@ use crate::predict::output_length::MeanLength;
 use crate::request::{RequestId, Time};
 use crate::waiting::fairness::FlowKey;
 use crate::waiting::gate::Door;
-use crate::waiting::queue::Standing;
+use crate::waiting::queue::{Fresh, Standing};
 
 /// Names a tenant while it exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -52,8 +52,8 @@ pub struct Tenant {
     pub waiting_tokens: u64,
     /// Its flow in each class (in each level where siblings share first come, first served).
     pub flows: Vec<(ClassId, FlowKey)>,
-    /// Requests that were set aside until it is let go, and where they waited.
-    pub parked: Vec<(RequestId, Standing)>,
+    /// Requests that were set aside until it is let go, by where they wait and their number.
+    pub aside: BTreeMap<(Standing, u64), RequestId>,
     /// Since when it is held, if it is.
     pub held_since: Option<Time>,
     /// Until when its rate holds it, if that is why.
@@ -90,14 +90,16 @@ impl Tenant {
     pub fn use_tokens(&mut self, now: Time, tokens: u64) {
         if let Some(rate) = &mut self.rate {
             let now_ns = now.0.saturating_mul(1_000);
-            rate.paid_until = rate.paid_until.max(now_ns) + tokens * rate.token;
+            let price = tokens.saturating_mul(rate.token);
+            rate.paid_until = rate.paid_until.max(now_ns).saturating_add(price);
         }
     }
 
     /// Until when the rate holds it, if it does, were `tokens` more used now.
     pub fn rate_holds_until(&self, now: Time, tokens: u64) -> Option<Time> {
         let rate = self.rate?;
-        let ahead = rate.paid_until.max(now.0.saturating_mul(1_000)) + tokens * rate.token;
+        let paid_until = rate.paid_until.max(now.0.saturating_mul(1_000));
+        let ahead = paid_until.saturating_add(tokens.saturating_mul(rate.token));
         let until = Time(ahead.saturating_sub(rate.burst).div_ceil(1_000));
         (until > now).then_some(until)
     }
@@ -107,6 +109,20 @@ impl Tenant {
     pub fn is_busy(&self, n: u32) -> bool {
         let bound = self.rules.settings.max_running;
         self.num_running > 0 && bound.is_some_and(|bound| self.num_running + n > bound)
+    }
+
+    /// The first request that may be called back to where it waits; none while it is held.
+    pub fn first_aside(&self, standing: Standing) -> Option<RequestId> {
+        let mut those = self.aside.range((standing, 0)..=(standing, u64::MAX));
+        let first = those.next().map(|(_, &id)| id);
+        first.filter(|_| self.held_since.is_none())
+    }
+
+    /// A request is not aside any more, if it was.
+    pub fn forget_aside(&mut self, fresh: &Fresh) {
+        if fresh.is_aside {
+            self.aside.remove(&(fresh.standing, fresh.key.number));
+        }
     }
 
     /// Whether the policy names it.
@@ -125,7 +141,7 @@ impl Tenant {
             let token = 1_000_000_000 / rate.min(1_000_000_000);
             Rate {
                 token,
-                burst: settings.burst_tokens.unwrap_or(rate) * token,
+                burst: settings.burst_tokens.unwrap_or(rate).saturating_mul(token),
                 paid_until: self.rate.map_or(0, |old| old.paid_until),
             }
         });
@@ -203,7 +219,7 @@ impl Tenants {
             num_running: 0,
             waiting_tokens: 0,
             flows: Vec::new(),
-            parked: Vec::new(),
+            aside: BTreeMap::new(),
             held_since: None,
             held_until: None,
             held_us: 0,
@@ -231,6 +247,23 @@ impl Tenants {
         self.orphans.pop()
     }
 
+    /// References to flows that tenants have, those of tenants that are gone included.
+    pub fn num_flow_references(&self) -> usize {
+        let held = self.slab.iter().map(|(_, tenant)| tenant.flows.len());
+        held.sum::<usize>() + self.orphans.len()
+    }
+
+    /// Forgets idle tenants that the rules name no more; nobody may be held.
+    pub fn forget_unnamed(&mut self) {
+        let idle =
+            |tenant: &Tenant| tenant.references == 0 && !tenant.is_named && tenant.rate.is_none();
+        let idle = self.slab.iter().filter(|(_, tenant)| idle(tenant));
+        let idle: Vec<TenantKey> = idle.map(|(at, _)| TenantKey(at as u32)).collect();
+        for key in idle {
+            self.remove(key);
+        }
+    }
+
     /// Forgets unnamed tenants whose rate has caught up, whenever twice as many are remembered.
     fn forget_idle(&mut self, now: Time) {
         if self.slab.len() < self.forget_at {
@@ -239,7 +272,7 @@ impl Tenants {
         let idle = self.slab.iter().filter(|(_, tenant)| {
             let owes = tenant
                 .rate
-                .is_some_and(|rate| rate.paid_until > now.0 * 1_000);
+                .is_some_and(|rate| rate.paid_until > now.0.saturating_mul(1_000));
             tenant.references == 0 && !tenant.is_named && !owes && tenant.held_since.is_none()
         });
         let idle: Vec<TenantKey> = idle.map(|(at, _)| TenantKey(at as u32)).collect();

@@ -108,6 +108,24 @@ pub fn ticket(request: &NewRequest) -> Ticket {
     }
 }
 
+/// A ticket of a tenant in a class.
+pub fn ticket_for(tenant: &str, class: &str, request: &NewRequest) -> Ticket {
+    Ticket {
+        tenant: tenant.into(),
+        class: Some(class.into()),
+        ..ticket(request)
+    }
+}
+
+/// A request whose answer has exactly `output_tokens` tokens, and no prefix in common with others.
+pub fn exact(id: u64, prompt_tokens: u32, output_tokens: u32, vocab_size: u32) -> NewRequest {
+    let mut random = Random(id);
+    let prompt = (0..prompt_tokens).map(|_| random.within(1, vocab_size - 1));
+    let mut new = request(id, prompt.collect(), output_tokens);
+    new.stop.ignore_eos = true;
+    new
+}
+
 /// What a client has received of one answer.
 #[derive(Clone, Debug, Default)]
 pub struct Answer {
@@ -165,6 +183,20 @@ impl Harness {
             .reserve(self.now, Ticket::new(request.id))
             .expect("a place");
         self.submit_reserved(request);
+    }
+
+    /// Takes a place and submits, if the gate lets it in.
+    pub fn try_submit(&mut self, ticket: Ticket, request: NewRequest) -> Result<(), SubmitError> {
+        self.engine.reserve(self.now, ticket)?;
+        let submitted = self.try_submit_reserved(request);
+        self.receive();
+        submitted
+    }
+
+    /// The same; panics on a rejection.
+    pub fn submit_for(&mut self, tenant: &str, class: &str, request: NewRequest) {
+        self.try_submit(ticket_for(tenant, class, &request), request)
+            .expect("accepted");
     }
 
     /// Submits on a place that was reserved, if the gate lets it in.
@@ -294,6 +326,23 @@ impl Harness {
         scheduled
     }
 
+    /// A step whose iteration takes `us` microseconds.
+    pub fn step_in(&mut self, us: u64) -> bool {
+        let scheduled = self.schedule();
+        if scheduled {
+            self.now.0 += us - 10;
+            self.commit();
+        }
+        scheduled
+    }
+
+    /// Microseconds pass, and the timers know.
+    pub fn pass(&mut self, us: u64) {
+        self.now.0 += us;
+        self.engine.on_time(self.now);
+        self.receive();
+    }
+
     pub fn run_to_end(&mut self) {
         let mut steps = 0;
         loop {
@@ -309,6 +358,21 @@ impl Harness {
             assert!(steps < 100_000, "no end in sight");
         }
         assert_eq!(self.engine.metrics().live, 0, "somebody was left waiting");
+    }
+
+    /// Runs to the end; ids in the order in which they were first scheduled.
+    pub fn order_of_admission(&mut self) -> Vec<u64> {
+        let mut order = Vec::new();
+        loop {
+            for client in self.clients.values().filter(|client| client.scheduled == 1) {
+                if !order.contains(&client.request.id.0) {
+                    order.push(client.request.id.0);
+                }
+            }
+            if !self.step() {
+                return order;
+            }
+        }
     }
 
     pub fn abort(&mut self, id: u64) -> bool {

@@ -1,9 +1,16 @@
 //! The scheduler, driven through its facade by a model executor that keeps its own KV memory.
 
+mod fairness;
+mod gate;
 mod golden;
 mod harness;
+mod levels;
+mod orders;
+mod predictions;
 mod random;
 mod results;
 mod scenarios;
 mod sharing;
 mod steady;
+mod timers;
+mod waits;

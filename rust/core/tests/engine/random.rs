@@ -275,6 +275,15 @@ impl Run {
         self.harness.now = next.unwrap_or(now).max(Time(now.0 + passed));
         self.harness.engine.on_time(self.harness.now);
         self.harness.receive();
+        if self.in_flight {
+            let next = self.harness.engine.next_wake();
+            let now = self.harness.now;
+            assert!(
+                next.is_none_or(|at| at > now),
+                "seed {}: it spins",
+                self.seed
+            );
+        }
         self.trace.timers += 1;
     }
 

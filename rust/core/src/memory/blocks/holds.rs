@@ -116,12 +116,18 @@ impl BlockTable {
 
     /// Blocks that dropping this table, and the copies into it, would make available now.
     pub fn num_exclusive(&self) -> u32 {
+        self.num_exclusive_from(0)
+    }
+
+    /// The same, of those from `position` on.
+    pub fn num_exclusive_from(&self, position: usize) -> u32 {
         let pool = self.pool.0.borrow();
         let exclusive = |block: &&BlockId| {
             let block = &pool.blocks[block.index()];
             block.tables == 1 && block.copies_from == 0
         };
-        self.blocks.iter().filter(exclusive).count() as u32
+        let blocks = self.blocks.iter().skip(position);
+        blocks.filter(exclusive).count() as u32
     }
 
     /// Gives all blocks back, tail first.
