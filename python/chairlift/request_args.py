@@ -39,7 +39,7 @@ class RequestArgs:
     priority: int = 0
     """Order within its class before everything else: lower is sooner."""
     deadline: float | None = None
-    """Seconds from its submission after which it is of no use any more to be scheduled."""
+    """Seconds from its submission after which its first token is of no use any more."""
 
     def __post_init__(self) -> None:
         """Check types."""

@@ -16,8 +16,8 @@ use crate::iteration::shares::Share;
 use crate::metrics::{GroupMetrics, Metrics};
 use crate::output::OutputBatch;
 use crate::request::{Finish, NewRequest, RequestId, Ticket, Time};
+use crate::request::{WaitReason, WaitTimes};
 use crate::waiting::forecast::Blocked;
-use crate::waiting::reasons::{WaitReason, WaitTimes};
 
 /// The scheduler: queue, KV memory and iterations of one model.
 pub struct Engine {

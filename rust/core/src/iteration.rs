@@ -14,3 +14,4 @@ pub(crate) mod scheduler;
 pub(crate) mod sequence;
 pub mod shares;
 pub(crate) mod timers;
+pub(crate) mod write;

@@ -11,7 +11,6 @@ use crate::config::Limits;
 use crate::config::policy::DEFAULT_TENANT;
 use crate::error::SubmitError;
 use crate::text::StopStrings;
-use crate::waiting::reasons::WaitTimes;
 
 /// Microseconds since the engine's start, on the caller's clock; the core never reads one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -132,7 +131,7 @@ pub struct NewRequest {
     pub cache_salt: Option<String>,
     /// Order within its class before every other key: lower is sooner.
     pub priority: i32,
-    /// The latest time at which it is of use to be scheduled; then it ends as
+    /// The latest time at which its first token is of use: one that was not scheduled by then ends as
     /// [`Finish::DeadlineMissed`].
     pub deadline: Option<Time>,
 }
@@ -184,7 +183,7 @@ pub struct Request {
     pub cache_salt: Option<String>,
     /// Order within its class; lower is sooner.
     pub priority: i32,
-    /// The latest time at which it is of use to be scheduled.
+    /// The latest time at which its first token is of use.
     pub deadline: Option<Time>,
     /// Children that have not ended.
     pub live_children: u32,
@@ -226,6 +225,54 @@ pub struct RequestStats {
     pub num_output_tokens: u32,
     /// Times a child was preempted.
     pub num_preemptions: u32,
+}
+
+/// Why a request waits now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WaitReason {
+    /// All rows are taken.
+    Slots,
+    /// Memory is short.
+    Memory,
+    /// The token budget is used up.
+    Budget,
+    /// The order put others ahead that came later.
+    Fairness,
+    /// Its tenant has used up its token rate or its running answers.
+    Rate,
+    /// Its batch is not formed yet.
+    Window,
+}
+
+impl WaitReason {
+    /// Its stable name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Slots => "slots",
+            Self::Memory => "memory",
+            Self::Budget => "budget",
+            Self::Fairness => "fairness",
+            Self::Rate => "rate",
+            Self::Window => "window",
+        }
+    }
+}
+
+/// For how long a request waited for what, in microseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WaitTimes {
+    /// For a row.
+    pub slots_us: u64,
+    /// For memory.
+    pub memory_us: u64,
+    /// For the token budget, and for the step in flight to end.
+    pub budget_us: u64,
+    /// For those that came later and went ahead.
+    pub fairness_us: u64,
+    /// For its tenant's rate.
+    pub rate_us: u64,
+    /// For its batch to be formed.
+    pub window_us: u64,
 }
 
 /// How a sequence ended.

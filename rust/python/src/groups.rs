@@ -3,7 +3,7 @@
 
 use chairlift_core::Engine;
 use chairlift_core::metrics::{GroupMetrics, Histogram, TIME_BOUNDS_US};
-use chairlift_core::waiting::reasons::{WaitReason, WaitTimes};
+use chairlift_core::request::{WaitReason, WaitTimes};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 

@@ -6,7 +6,7 @@ use crate::iteration::ledger::Ledger;
 use crate::iteration::sequence::RequestKey;
 use crate::output::Event;
 use crate::request::{SequenceKey, Time};
-use crate::waiting::reasons::{WaitReason, WaitTimes};
+use crate::request::{WaitReason, WaitTimes};
 
 impl Ledger {
     /// Takes a sequence out of the queue, where it waits fresh or preempted.

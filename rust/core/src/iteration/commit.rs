@@ -18,7 +18,7 @@ use crate::iteration::lane::Lane;
 use crate::iteration::ledger::Ledger;
 use crate::iteration::sequence::Sequence;
 use crate::output::{Event, Output, OutputBatch, TokenLogprob};
-use crate::request::{Finish, Request, SequenceKey, Time};
+use crate::request::{Finish, SequenceKey, Time};
 use crate::text::TextState;
 
 /// Status of a row whose step succeeded.
@@ -238,12 +238,17 @@ impl Commit<'_> {
     /// Appends one sample to one sequence and tells its client; whether the sequence ended.
     fn append(&mut self, key: SequenceKey, sample: usize) -> bool {
         let sequence = &mut self.ledger.sequences[key.0];
-        let entry = &mut self.ledger.requests[sequence.request.0];
         let outputs = &mut self.ledger.outputs;
         let (tokens, text) = (outputs.token_ids.len(), outputs.text.len());
+        let stop_tokens: &[u32] = if sequence.ending.has_stop_tokens {
+            let entry = &self.ledger.requests[sequence.request.0];
+            &entry.request.stop.stop_token_ids
+        } else {
+            &[]
+        };
         let mut finish = None;
         for &token in &self.results.token_ids[self.results.tokens(sample)] {
-            finish = append_token(sequence, &entry.request, token, self.vocabulary, outputs);
+            finish = append_token(sequence, stop_tokens, token, self.vocabulary, outputs);
             if finish.is_some() {
                 break;
             }
@@ -259,11 +264,13 @@ impl Commit<'_> {
                 .logprobs
                 .extend_from_slice(&told[..num_tokens * per_token]);
         }
-        entry.request.stats.num_output_tokens += num_tokens as u32;
-        entry.request.stats.first_token.get_or_insert(self.now);
+        if sequence.num_output_tokens() == num_tokens as u32 {
+            let entry = &mut self.ledger.requests[sequence.request.0];
+            entry.request.stats.first_token.get_or_insert(self.now);
+        }
         self.ledger.counters.output_tokens += num_tokens as u64;
         outputs.events.push(Event::Output(Output {
-            request: entry.request.id,
+            request: sequence.id,
             child: sequence.arrival.child,
             tokens: tokens..outputs.token_ids.len(),
             text: text..outputs.text.len(),
@@ -279,6 +286,7 @@ impl Commit<'_> {
         let Some(finish) = finish else {
             return false;
         };
+        self.ledger.count_output(key);
         self.ledger.refund(key);
         if !stays {
             let request = self.ledger.sequences[key.0].request;
@@ -341,21 +349,22 @@ fn check_offsets(
 /// Appends a token to ids and text; how that ended the sequence, if it did.
 fn append_token(
     sequence: &mut Sequence,
-    request: &Request,
+    stop_tokens: &[u32],
     token: u32,
     vocabulary: &Vocabulary,
     outputs: &mut OutputBatch,
 ) -> Option<Finish> {
     sequence.tokens.push(token);
+    sequence.last_token = token;
     outputs.token_ids.push(token);
-    let stop = &request.stop;
+    let stop = sequence.ending;
     let num_output_tokens = sequence.num_output_tokens();
     let may_stop = num_output_tokens >= stop.min_tokens;
     let stop_token = if !may_stop {
         None
     } else if !stop.ignore_eos && vocabulary.eos_token_ids.contains(&token) {
         Some(Finish::Eos)
-    } else if stop.stop_token_ids.contains(&token) {
+    } else if stop_tokens.contains(&token) {
         Some(Finish::StopToken(token))
     } else {
         None
@@ -374,7 +383,7 @@ fn append_token(
         return Some(Finish::StopString(found.string_index));
     }
     let finish =
-        stop_token.or_else(|| (num_output_tokens >= request.max_tokens).then_some(Finish::Length));
+        stop_token.or_else(|| (num_output_tokens >= stop.max_tokens).then_some(Finish::Length));
     if finish.is_some() {
         sequence.text.finish(&mut outputs.text);
     }

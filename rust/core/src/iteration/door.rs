@@ -13,7 +13,7 @@ use crate::config::policy::{ClassId, OnTimeout, Order};
 use crate::error::SubmitError;
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::{Entry, Ledger, Reserved, Waiting};
-use crate::iteration::sequence::{NewSequence, RequestKey, Sequence};
+use crate::iteration::sequence::{Ending, NewSequence, RequestKey, Sequence};
 use crate::memory::prefix::{BlockHash, extend_chain};
 use crate::request::{Finish, Request, SequenceKey, Ticket, Time};
 use crate::waiting::fairness::FlowKey;
@@ -502,6 +502,8 @@ impl Ledger {
         }
         SequenceKey(self.sequences.insert(Sequence::new(NewSequence {
             request: request_key,
+            id: request.id,
+            ending: Ending::of(request),
             number: key.number,
             level,
             leaf: entry.leaf,

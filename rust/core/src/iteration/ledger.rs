@@ -155,6 +155,9 @@ impl Ledger {
             // What its text still held back is delivered; nothing can follow that would cut it.
             let held = self.outputs.text.len();
             state.text.finish(&mut self.outputs.text);
+            if state.finished.is_none() {
+                self.count_output(sequence);
+            }
             self.refund(sequence);
             self.tell_finish(key, arrival.child, held, finish);
             self.end_child(key, finish, now);
@@ -172,6 +175,13 @@ impl Ledger {
             }
             self.discard(sequence);
         }
+    }
+
+    /// Counts the output of a sequence that is done.
+    pub(crate) fn count_output(&mut self, key: SequenceKey) {
+        let sequence = &self.sequences[key.0];
+        let stats = &mut self.requests[sequence.request.0].request.stats;
+        stats.num_output_tokens += sequence.num_output_tokens();
     }
 
     /// Takes a request that was never scheduled out of the queue; nothing happens if it was.

@@ -8,8 +8,6 @@
 //!
 //! Newcomers join in the queue's order; the first that does not fit holds up those behind it.
 
-use std::ops::Range;
-
 use crate::config::Limits;
 use crate::config::policy::Order;
 use crate::iteration::commit::{leave_together, remove_ended};
@@ -18,10 +16,10 @@ use crate::iteration::lane::{AtWork, Lane};
 use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
 use crate::iteration::preempt::{Lack, choose_victim, choose_victims_below, preempt};
-use crate::iteration::rows::Row;
 use crate::iteration::sequence::Sequence;
+use crate::iteration::write::{fits_resets, write_resets, write_scores, write_sequence};
 use crate::memory::blocks::PrefixMatch;
-use crate::request::{Request, SamplingParams, SequenceKey, Time};
+use crate::request::{Request, SequenceKey, Time};
 use crate::waiting::forecast::Blocked;
 use crate::waiting::queue::Next;
 
@@ -99,17 +97,13 @@ impl Scheduler<'_> {
                 position += 1;
                 continue;
             }
-            let made_room = if sequence.has_room(block_size) {
-                Ok(None)
-            } else {
-                sequence.make_room(block_size)
-            };
-            if let Ok(copy) = made_room {
-                if sequence.num_remaining_tokens() == 1 {
-                    sequence.num_scheduled_tokens = 1;
-                    self.budget -= 1;
-                    self.lane.step.decodes.push(key);
-                }
+            if sequence.has_room(block_size) {
+                self.grant_decode(key);
+                position += 1;
+                continue;
+            }
+            if let Ok(copy) = sequence.make_room(block_size) {
+                self.grant_decode(key);
                 if let Some(copy) = copy {
                     self.lane.step.copies.push((key, copy));
                 }
@@ -126,6 +120,16 @@ impl Scheduler<'_> {
             self.budget += preempt(self.ledger, self.lane, victim, self.limits);
             // Try the same sequence again; it moved up if an older one left.
             position -= usize::from(victim < position);
+        }
+    }
+
+    /// Gives a sequence its token if it decodes.
+    fn grant_decode(&mut self, key: SequenceKey) {
+        let sequence = &mut self.ledger.sequences[key.0];
+        if sequence.num_remaining_tokens() == 1 {
+            sequence.num_scheduled_tokens = 1;
+            self.budget -= 1;
+            self.lane.step.decodes.push(key);
         }
     }
 
@@ -226,6 +230,26 @@ impl Scheduler<'_> {
         self.ledger.clocks.set(self.now, blocked);
     }
 
+    /// What holds everybody up while all rows are taken and nobody may be preempted: then it does not
+    /// matter who is next, which would have to be found out.
+    fn without_rows(&mut self) -> Option<Blocked> {
+        let queue = &self.ledger.queue;
+        let level = queue.next_level()?;
+        let is_lower = |key: &SequenceKey| self.ledger.sequences[key.0].level > level;
+        let may_preempt = self.ledger.rules.policy().preempt_to_admit
+            && level + 1 < queue.num_levels()
+            && self.lane.running.iter().any(is_lower);
+        if self.lane.rows.num_free() > 0 || may_preempt {
+            return None;
+        }
+        self.schedule_chunks(level);
+        Some(if self.budget == 0 {
+            Blocked::Budget
+        } else {
+            Blocked::Slots
+        })
+    }
+
     fn admit_until_blocked(&mut self, handed: &mut Handed) -> Option<Blocked> {
         if self.ledger.queue.is_empty() {
             return None;
@@ -233,6 +257,9 @@ impl Scheduler<'_> {
         let join = self.ledger.rules.policy().join;
         if leaves_together(join) && !may_join(join, self.ledger.situation(self.lane), self.now) {
             return Some(Blocked::Window);
+        }
+        if let Some(blocked) = self.without_rows() {
+            return Some(blocked);
         }
         while let Some(next) = self.ledger.queue.peek() {
             match next {
@@ -471,125 +498,5 @@ fn reserve_memory(sequence: &mut Sequence, request: &Request, limits: &Limits) {
     if limits.prefix_caching() {
         let extra = (blocks as usize).saturating_sub(sequence.chain.len());
         sequence.chain.reserve_exact(extra);
-    }
-}
-
-/// Whether the plan's ragged reset arrays have room; always true for the first newcomer of a step.
-fn fits_resets(plan: &StepPlan, request: &Request, sequence: &Sequence) -> bool {
-    let fits = |used: usize, capacity: usize, extra: usize| used + extra <= capacity;
-    let resets = &plan.resets;
-    let (bias, suppressed) = (request.sampling.logit_bias.len(), request.suppressed.len());
-    let ids = if request.sampling.has_penalties() {
-        sequence.tokens.len()
-    } else {
-        0
-    };
-    fits(resets.ids.len(), resets.ids.capacity(), ids)
-        && fits(resets.bias_ids.len(), resets.bias_ids.capacity(), bias)
-        && fits(
-            resets.suppressed_ids.len(),
-            resets.suppressed_ids.capacity(),
-            suppressed,
-        )
-}
-
-/// Hands the sequence's rows over; its siblings share the ranges of its ragged data.
-fn write_resets(plan: &mut StepPlan, request: &Request, sequence: &Sequence) {
-    let resets = &mut plan.resets;
-    let sampling = &request.sampling;
-    let range = |begin: usize, end: usize| [begin as i32, end as i32];
-
-    let begin = resets.ids.len();
-    if sampling.has_penalties() {
-        resets
-            .ids
-            .extend(sequence.tokens.iter().map(|&id| id as i32));
-    }
-    let ids = range(begin, resets.ids.len());
-    let begin = resets.bias_ids.len();
-    for &(token, value) in &sampling.logit_bias {
-        resets.bias_ids.push(token as i32);
-        resets.bias_values.push(value);
-    }
-    let bias = range(begin, resets.bias_ids.len());
-    let begin = resets.suppressed_ids.len();
-    resets
-        .suppressed_ids
-        .extend(request.suppressed.iter().map(|&id| id as i32));
-    let suppressed = range(begin, resets.suppressed_ids.len());
-
-    let rows = sequence.row.iter().chain(&sequence.sibling_rows);
-    for (child, row) in (sequence.arrival.child..).zip(rows) {
-        resets.rows.push(row.as_i32());
-        resets.floats.push([
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.repetition_penalty,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-        ]);
-        resets.ints.push([
-            i64::from(sampling.top_k),
-            sampling.seed as i64,
-            i64::from(child),
-            sampling.logprobs.map_or(-1, i64::from),
-            i64::from(sequence.num_prompt_tokens),
-            i64::from(request.stop.min_tokens),
-        ]);
-        resets.id_ranges.push(ids);
-        resets.bias_ranges.push(bias);
-        resets.suppressed_ranges.push(suppressed);
-    }
-}
-
-fn write_sequence(plan: &mut StepPlan, sequence: &Sequence, limits: &Limits) {
-    let row = sequence.row.as_ref().map_or(-1, Row::as_i32);
-    debug_assert!(row >= 0, "a scheduled sequence has a row");
-    let begin = sequence.num_computed_tokens;
-    let end = begin + sequence.num_scheduled_tokens;
-    let blocks = sequence.table.blocks();
-    let block_size = limits.block_size();
-    plan.rows.push(row);
-    plan.seq_lens.push(end as i32);
-    for position in begin..end {
-        let block = blocks[(position / block_size) as usize].as_i32();
-        let slot = i64::from(block) * i64::from(block_size) + i64::from(position % block_size);
-        plan.token_ids
-            .push(sequence.tokens[position as usize] as i32);
-        plan.positions.push(position as i32);
-        plan.slot_mapping.push(slot);
-    }
-    plan.query_start_loc.push(plan.token_ids.len() as i32);
-    plan.block_ids
-        .extend(blocks.iter().map(|block| block.as_i32()));
-    plan.block_table_offsets.push(plan.block_ids.len() as i32);
-    if sequence.completes() {
-        let last = plan.token_ids.len() as i32 - 1;
-        let output_index = sequence.num_output_tokens() as i32;
-        for row in sequence.row.iter().chain(&sequence.sibling_rows) {
-            plan.logits_indices.push(last);
-            plan.sample_rows.push(row.as_i32());
-            plan.sample_output_indices.push(output_index);
-        }
-    }
-}
-
-/// Asks for the log-probabilities of the prompt tokens after those at `positions`, which were just
-/// written.
-fn write_scores(
-    plan: &mut StepPlan,
-    sequence: &Sequence,
-    positions: Range<u32>,
-    sampling: &SamplingParams,
-) {
-    let first = plan.token_ids.len() as u32 - sequence.num_scheduled_tokens;
-    let num_best = sampling.prompt_logprobs.unwrap_or(0) as i32;
-    for position in positions {
-        let index = first + position - sequence.num_computed_tokens;
-        let next = sequence.tokens[position as usize + 1];
-        plan.score_indices.push(index as i32);
-        plan.score_token_ids.push(next as i32);
-        plan.score_num_best.push(num_best);
     }
 }

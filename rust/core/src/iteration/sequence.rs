@@ -15,7 +15,7 @@ use std::sync::Arc;
 use crate::iteration::rows::Row;
 use crate::memory::blocks::{BlockCopy, BlockTable, OutOfBlocks};
 use crate::memory::prefix::{BlockHash, extend_chain};
-use crate::request::Finish;
+use crate::request::{Finish, Request, RequestId};
 use crate::text::StopStrings;
 use crate::text::TextState;
 use crate::waiting::fairness::FlowKey;
@@ -25,6 +25,41 @@ use crate::waiting::queue::Arrival;
 /// Names a request while any of its sequences lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RequestKey(pub(crate) usize);
+
+/// What a decode step has to know of a sequence's request, so that it need not look at the request.
+#[derive(Clone, Copy)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "the request's own switches, copied"
+)]
+pub(crate) struct Ending {
+    /// Output tokens after which it ends as `Length`.
+    pub(crate) max_tokens: u32,
+    /// Output tokens before which nothing else ends it.
+    pub(crate) min_tokens: u32,
+    /// The model's end-of-sequence tokens are ordinary ones.
+    pub(crate) ignore_eos: bool,
+    /// The request has stop tokens.
+    pub(crate) has_stop_tokens: bool,
+    /// Special tokens have no text.
+    pub(crate) skip_special_tokens: bool,
+    /// The token that ended it stays in the text.
+    pub(crate) include_stop_token_in_text: bool,
+}
+
+impl Ending {
+    pub(crate) fn of(request: &Request) -> Self {
+        let stop = &request.stop;
+        Self {
+            max_tokens: request.max_tokens,
+            min_tokens: stop.min_tokens,
+            ignore_eos: stop.ignore_eos,
+            has_stop_tokens: !stop.stop_token_ids.is_empty(),
+            skip_special_tokens: stop.skip_special_tokens,
+            include_stop_token_in_text: stop.include_stop_token_in_text,
+        }
+    }
+}
 
 /// Laid out so that a step of a decode touches its first three cache lines and no other.
 #[repr(C, align(64))]
@@ -61,6 +96,11 @@ pub(crate) struct Sequence {
     pub(crate) may_share_last_block: bool,
 
     pub(crate) text: TextState,
+    pub(crate) ending: Ending,
+    /// The last of `tokens`.
+    pub(crate) last_token: u32,
+    /// The request's name.
+    pub(crate) id: RequestId,
     /// Charged ahead for output that has not come.
     pub(crate) prepaid_output: Units,
     pub(crate) arrival: Arrival,
@@ -86,6 +126,8 @@ pub(crate) struct Sequence {
 /// What a sequence begins with.
 pub(crate) struct NewSequence {
     pub(crate) request: RequestKey,
+    pub(crate) id: RequestId,
+    pub(crate) ending: Ending,
     pub(crate) number: u64,
     pub(crate) level: usize,
     pub(crate) leaf: FlowKey,
@@ -107,7 +149,10 @@ impl Sequence {
                 request: new.number,
                 child: 0,
             },
+            id: new.id,
+            ending: new.ending,
             num_prompt_tokens: new.prompt.len() as u32,
+            last_token: new.prompt.last().copied().unwrap_or_default(),
             tokens: new.prompt,
             num_computed_tokens: 0,
             num_scheduled_tokens: 0,
@@ -137,6 +182,15 @@ impl Sequence {
 
     pub(crate) fn num_tokens(&self) -> u32 {
         self.tokens.len() as u32
+    }
+
+    /// The token at `position`; the last one, all that a decode needs, is at hand.
+    pub(crate) fn token(&self, position: u32) -> u32 {
+        if position + 1 == self.num_tokens() {
+            self.last_token
+        } else {
+            self.tokens[position as usize]
+        }
     }
 
     pub(crate) fn num_output_tokens(&self) -> u32 {
@@ -267,6 +321,9 @@ impl Sequence {
             root: self.root,
             chain,
             text,
+            id: self.id,
+            ending: self.ending,
+            last_token: self.last_token,
             ended: false,
             protected_below_tokens: self.protected_below_tokens,
             num_lost_tokens: 0,

@@ -261,6 +261,11 @@ impl Flows {
         self.account_mut(key).divisor = divisor(weight);
     }
 
+    /// Whether anything below `root` may run.
+    pub fn has_eligible(&self, root: FlowKey) -> bool {
+        !self.flow(root).eligible.is_empty()
+    }
+
     /// The leaf whose turn it is below `root`.
     pub fn next_leaf(&mut self, root: FlowKey) -> Option<FlowKey> {
         let mut at = root;

@@ -439,6 +439,22 @@ impl WaitingQueue {
         None
     }
 
+    /// The level of the next, which costs less than to say who it is; `None` if nobody is, or if it was
+    /// promoted.
+    pub fn next_level(&self) -> Option<usize> {
+        if self.num_waiting == 0 || !self.promoted.is_empty() {
+            return None;
+        }
+        let last = self.levels.len() - 1;
+        let has_next = |(index, level): &(usize, &Level)| {
+            !level.returning.is_empty()
+                || self.flows.has_eligible(level.root)
+                || (*index == last && !level.fresh.is_empty())
+        };
+        let mut levels = self.levels.iter().enumerate();
+        levels.find(has_next).map(|(index, _)| index)
+    }
+
     /// Calls `visit` with the first `count` requests of a flow, in order.
     pub fn visit_first(&self, leaf: FlowKey, count: usize, visit: impl FnMut(SequenceKey)) {
         self.orders

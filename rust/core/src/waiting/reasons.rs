@@ -12,56 +12,8 @@
 
 use std::collections::VecDeque;
 
-use crate::request::Time;
+use crate::request::{Time, WaitReason, WaitTimes};
 use crate::waiting::forecast::Blocked;
-
-/// Why a request waits now.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WaitReason {
-    /// All rows are taken.
-    Slots,
-    /// Memory is short.
-    Memory,
-    /// The token budget is used up.
-    Budget,
-    /// The order put others ahead that came later.
-    Fairness,
-    /// Its tenant has used up its token rate or its running answers.
-    Rate,
-    /// Its batch is not formed yet.
-    Window,
-}
-
-impl WaitReason {
-    /// Its stable name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Slots => "slots",
-            Self::Memory => "memory",
-            Self::Budget => "budget",
-            Self::Fairness => "fairness",
-            Self::Rate => "rate",
-            Self::Window => "window",
-        }
-    }
-}
-
-/// For how long a request waited for what, in microseconds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct WaitTimes {
-    /// For a row.
-    pub slots_us: u64,
-    /// For memory.
-    pub memory_us: u64,
-    /// For the token budget, and for the step in flight to end.
-    pub budget_us: u64,
-    /// For those that came later and went ahead.
-    pub fairness_us: u64,
-    /// For its tenant's rate.
-    pub rate_us: u64,
-    /// For its batch to be formed.
-    pub window_us: u64,
-}
 
 /// What the clocks showed.
 #[derive(Clone, Copy, Debug, Default)]

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use chairlift_core::config::Settings;
 use chairlift_core::config::policy::{Policy, Sharing, TenantSettings};
 use chairlift_core::error::SubmitError;
+use chairlift_core::request::WaitReason;
 use chairlift_core::request::{Finish, RequestId, Ticket};
-use chairlift_core::waiting::reasons::WaitReason;
 
 use crate::harness::{Harness, exact, ticket_for};
 use crate::levels::two_levels;

@@ -5,9 +5,9 @@ use chairlift_core::config::policy::{
     ClassSettings, Join, OnDoomed, OnTimeout, Order, Policy, Price, Sharing, Shedding,
     TenantSettings,
 };
+use chairlift_core::request::WaitReason;
 use chairlift_core::request::{NewRequest, RequestId, Ticket, Time};
 use chairlift_core::text::{StopStrings, StopText};
-use chairlift_core::waiting::reasons::WaitReason;
 
 use crate::harness::{Harness, Random, request, ticket};
 

@@ -7,7 +7,7 @@ use chairlift_core::config::policy::{
     ClassSettings, Join, OnTimeout, Policy, Sharing, TenantSettings,
 };
 use chairlift_core::request::{Finish, RequestId, Time};
-use chairlift_core::waiting::reasons::{WaitReason, WaitTimes};
+use chairlift_core::request::{WaitReason, WaitTimes};
 
 use crate::harness::{Harness, exact, ticket_for};
 use crate::scenarios::settings;
