@@ -2,9 +2,9 @@
 //!
 //! A request that was never scheduled has one timer: the earliest moment at which a rule has something
 //! to say about it. Its deadline ends it. At its class's maximum queue time it expires or is promoted;
-//! at the longest wait behind higher levels, where there are any, it is promoted. When it will certainly miss its deadline or
-//! its class's TTFT target, it is relegated or dropped, as the class says. A tenant that its rate holds
-//! has a timer, too.
+//! at the longest wait behind higher levels, where there are any, it is promoted. When it will certainly
+//! miss its deadline or its class's TTFT target, it is relegated or dropped, as the class says. A tenant
+//! that its rate holds has a timer, too.
 
 use crate::config::policy::{OnDoomed, OnTimeout};
 use crate::iteration::lane::Lane;
