@@ -13,5 +13,6 @@ pub(crate) mod rows;
 pub(crate) mod scheduler;
 pub(crate) mod sequence;
 pub mod shares;
+pub(crate) mod submission;
 pub(crate) mod timers;
 pub(crate) mod write;

@@ -31,7 +31,12 @@ impl Ledger {
     pub(crate) fn shares(&self) -> impl Iterator<Item = Share<'_>> {
         let is_fair = self.rules.policy().sharing == Sharing::Fair;
         self.tenants.iter().flat_map(move |(_, tenant)| {
-            tenant.flows.iter().map(move |&(class, flow)| Share {
+            let flows = tenant.flows.iter().enumerate();
+            // Classes of a level are one flow where siblings share first come, first served.
+            let own = flows.filter(|&(at, &(_, flow))| {
+                tenant.flows[..at].iter().all(|&(_, other)| other != flow)
+            });
+            own.map(move |(_, &(class, flow))| Share {
                 class: is_fair.then_some(class),
                 tenant: &tenant.name,
                 weight: tenant.rules.settings.weight,
@@ -72,7 +77,8 @@ impl Ledger {
     /// Checks the books of queue, doors and tenants; says the first that disagrees.
     pub(crate) fn audit(&self) -> Result<(), String> {
         self.queue.flows().audit()?;
-        let referring = self.live.len() + self.tenants.num_flow_references();
+        let kept = self.tenants.num_flow_references() + self.queue.num_class_flows();
+        let referring = self.live.len() + kept;
         let references = self.queue.flows().num_references();
         if references != referring {
             return Err(format!(

@@ -185,7 +185,8 @@ impl Flows {
     }
 
     /// The child of that name, if there is one.
-    pub fn child(&self, parent: FlowKey, name: &str) -> Option<FlowKey> {
+    #[cfg(test)]
+    fn child(&self, parent: FlowKey, name: &str) -> Option<FlowKey> {
         self.by_name.get(&(parent, Arc::from(name))).copied()
     }
 

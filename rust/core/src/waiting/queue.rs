@@ -15,7 +15,7 @@ use crate::config::policy::{ClassId, Rules, Sharing};
 use crate::request::SequenceKey;
 use crate::waiting::fairness::{FlowKey, Flows};
 use crate::waiting::order::{OrderArena, OrderKey, OrderTree, Units};
-use crate::waiting::tenants::{TenantKey, Tenants};
+use crate::waiting::tenants::{Tenant, TenantKey, Tenants};
 
 /// Position by arrival: the request's number, then the child's. Older is smaller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -157,6 +157,10 @@ pub struct WaitingQueue {
     orders: OrderArena,
     /// The highest first; the last one is best effort.
     levels: Vec<Level>,
+    /// The flow of each class, where siblings share by service.
+    classes: Vec<FlowKey>,
+    /// Name of the user of requests that name none.
+    nobody: Arc<str>,
     promoted: BTreeMap<u64, SequenceKey>,
     promoted_work: Work,
     promised_work: Work,
@@ -181,8 +185,18 @@ impl WaitingQueue {
         };
         let mut levels: Vec<Level> = levels.into_iter().map(&mut level).collect();
         levels.push(level(i32::MIN));
+        let mut classes = Vec::new();
+        if by_service {
+            for class in &rules.policy().classes {
+                let index = levels.partition_point(|level| level.tier > class.level);
+                let name = class.name.as_str().into();
+                classes.push(flows.acquire(levels[index].root, &name, class.weight));
+            }
+        }
         Self {
             by_service,
+            classes,
+            nobody: "".into(),
             flows,
             orders: OrderArena::default(),
             levels,
@@ -196,6 +210,11 @@ impl WaitingQueue {
     /// Levels, best effort included.
     pub fn num_levels(&self) -> usize {
         self.levels.len()
+    }
+
+    /// Flows of classes; they are kept for ever.
+    pub fn num_class_flows(&self) -> usize {
+        self.classes.len()
     }
 
     /// Index of a level.
@@ -215,47 +234,41 @@ impl WaitingQueue {
         while let Some(orphan) = tenants.pop_orphan() {
             self.flows.release(orphan);
         }
-        let settings = rules.class(class);
-        let root = self.levels[self.level_index(settings.level)].root;
         let owner = tenants.get(tenant);
-        let weight = owner.rules.settings.weight;
-        let name = Arc::clone(&owner.name);
-        let of_tenant = if self.by_service {
-            let of_class =
-                self.flows
-                    .acquire(root, &settings.name.as_str().into(), settings.weight);
-            let of_tenant = self.flows.acquire(of_class, &name, weight);
-            self.flows.release(of_class);
-            of_tenant
-        } else {
-            self.flows.acquire(root, &name, weight)
+        let known = owner.flows.iter().find(|&&(of, _)| of == class);
+        let of_tenant = match known {
+            Some(&(_, flow)) => flow,
+            None => self.add_tenant_flow(rules, class, tenants.get_mut(tenant)),
         };
-        let owner = tenants.get_mut(tenant);
-        if owner.flows.iter().all(|&(_, flow)| flow != of_tenant) {
-            // Kept while there is the tenant: what it was served stays on the books.
-            owner.flows.push((class, of_tenant));
-            self.flows.keep(of_tenant);
-            if owner.held_since.is_some() {
-                self.flows.set_held(of_tenant, true, None);
-            }
-        }
         if !self.by_service {
+            self.flows.keep(of_tenant);
             return of_tenant;
         }
-        let leaf = self
-            .flows
-            .acquire(of_tenant, &user.map_or_else(|| "".into(), Arc::clone), 1.0);
-        self.flows.release(of_tenant);
-        leaf
+        let user = user.unwrap_or(&self.nobody);
+        self.flows.acquire(of_tenant, user, 1.0)
+    }
+
+    /// The flow of a tenant in a class. It is kept while there is the tenant: what it was served stays on
+    /// the books.
+    fn add_tenant_flow(&mut self, rules: &Rules, class: ClassId, owner: &mut Tenant) -> FlowKey {
+        let parent = if self.by_service {
+            self.classes[class.0 as usize]
+        } else {
+            self.levels[self.level_index(rules.class(class).level)].root
+        };
+        let weight = owner.rules.settings.weight;
+        let flow = self.flows.acquire(parent, &owner.name, weight);
+        owner.flows.push((class, flow));
+        if owner.held_since.is_some() {
+            self.flows.set_held(flow, true, None);
+        }
+        flow
     }
 
     /// Applies the weights of other rules, whose classes are the same.
     pub fn reload(&mut self, rules: &Rules) {
-        for class in &rules.policy().classes {
-            let root = self.levels[self.level_index(class.level)].root;
-            if let Some(flow) = self.flows.child(root, &class.name) {
-                self.flows.set_weight(flow, class.weight);
-            }
+        for (class, &flow) in rules.policy().classes.iter().zip(&self.classes) {
+            self.flows.set_weight(flow, class.weight);
         }
     }
 
