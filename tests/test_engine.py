@@ -51,7 +51,7 @@ def start():
 def request(engine, prompt, max_tokens=5, **options):
     ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
     params = SamplingParams(max_tokens=max_tokens, **options)
-    return engine.prepare(ParsedPrompt(None, ids), ids, params)[0]
+    return engine.prepare(ParsedPrompt(token_ids=ids), ids, params)[0]
 
 
 def submit(engine, prompt, max_tokens=5, **options):
@@ -99,7 +99,7 @@ def test_flat_arrays_and_objects_say_the_same(start):
             assert batch.text[first:last].decode() == delta.text
             assert (code != 0) == (delta.finish_reason is not None)
     assert batches[0].token_ids.dtype == np.uint32
-    assert {name for batch in batches for name, _ in batch.scheduled()} == set(ids)
+    assert {name for batch in batches for name, _, _ in batch.scheduled()} == set(ids)
     assert sum(batch.iterations for batch in batches) >= 5
     made = engine.client.metrics()["iterations"]
     assert made - 1 <= sum(batch.iterations for batch in batches) <= made
@@ -228,7 +228,9 @@ def test_reservations_are_given_back(start):
 def test_a_reservation_is_for_the_request_it_was_made_for(start):
     engine = start()
     client, args = engine.client, RequestArgs(tenant="acme", request_class="default", user="u")
-    own = engine.prepare(ParsedPrompt(None, [1]), [1], SamplingParams(n=2, max_tokens=1), args)[0]
+    own = engine.prepare(ParsedPrompt(token_ids=[1]), [1], SamplingParams(n=2, max_tokens=1), args)[
+        0
+    ]
     for wrong in (
         client.reserve(n=2),
         client.reserve(args),

@@ -302,7 +302,7 @@ def test_a_stream_raises_what_became_of_its_request():
             classes={"low": {"max_queue_time": "100ms"}, "high": {"level": 1}},
         )
         options = {"config": config, "max_num_seqs": 1, "max_queued_requests": 1}
-        async with AsyncEngine(executor=executor, **options) as engine:
+        async with AsyncEngine(executor=executor, isolation="thread", **options) as engine:
             executor.hold()
             first = asyncio.create_task(collect(engine, "first", "low"))
             await asyncio.to_thread(executor.wait_held)
@@ -310,7 +310,7 @@ def test_a_stream_raises_what_became_of_its_request():
                 await collect(engine, "late", "low")
             assert late.value.code == "queue_timeout"
             low = asyncio.create_task(collect(engine, "low", "low"))
-            while engine.metrics()["queued"] == 0:
+            while (await engine.metrics())["queued"] == 0:
                 await asyncio.sleep(0.001)
             high = asyncio.create_task(collect(engine, "high", "high"))
             with pytest.raises(OverloadedError) as displaced:
@@ -321,7 +321,7 @@ def test_a_stream_raises_what_became_of_its_request():
             executor.release()
             for task in (first, high):
                 assert (await task)[-1].finish_reason == "length"
-            metrics = engine.metrics()
+            metrics = await engine.metrics()
             assert (metrics["expired"], metrics["displaced"], metrics["rejected"]) == (1, 1, 1)
 
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -174,7 +174,9 @@ def test_preemption_and_siblings_tell_each_position_once():
 def test_a_stream_has_them_with_its_first_token():
     async def main():
         options = {"long_prefill_token_threshold": 5}
-        async with AsyncEngine(executor=ScriptedExecutor(), **options) as engine:
+        async with AsyncEngine(
+            executor=ScriptedExecutor(), isolation="thread", **options
+        ) as engine:
             params = SamplingParams(max_tokens=4, prompt_logprobs=3)
             stream = engine.generate(PROMPT, params)
             assert stream.prompt_logprobs is None
@@ -193,7 +195,9 @@ def test_a_tokenizer_that_cannot_tell_them_fails_the_stream():
             raise RuntimeError("mute")
 
     async def main():
-        async with AsyncEngine(executor=ScriptedExecutor(), tokenizer=Mute()) as engine:
+        async with AsyncEngine(
+            executor=ScriptedExecutor(), tokenizer=Mute(), isolation="thread"
+        ) as engine:
             with pytest.raises(Exception, match="cannot be told: RuntimeError: mute"):
                 async for _ in engine.generate("abc", SamplingParams(prompt_logprobs=1)):
                     pass

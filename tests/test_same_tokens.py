@@ -162,7 +162,7 @@ def test_staggered(alone, monkeypatch):
             async with asyncio.TaskGroup() as tasks:
                 for index, request in enumerate(requests()):
                     tasks.create_task(one(index, request))
-            return outputs, engine.metrics()
+            return outputs, await engine.metrics()
 
     outputs, metrics = asyncio.run(main())
     assert_same(outputs, alone, monkeypatch)

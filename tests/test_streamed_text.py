@@ -43,7 +43,9 @@ def test_deltas_join_to_the_text(own_tokenizer):
         return [delta async for delta in engine.generate({"prompt_token_ids": prompt}, params)]
 
     async def main():
-        async with AsyncEngine(executor=executor, tokenizer=own_tokenizer) as engine:
+        async with AsyncEngine(
+            executor=executor, tokenizer=own_tokenizer, isolation="thread"
+        ) as engine:
             pairs = zip(prompts, scripts, strict=True)
             return await asyncio.gather(*(stream(engine, *pair) for pair in pairs))
 

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from chairlift.async_engine import AsyncEngine, DeltaStream
+    from chairlift.async_engine import AsyncEngine
     from chairlift.config import (
         ClassConfig,
         Config,
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         SheddingConfig,
         TenantConfig,
     )
+    from chairlift.delta_stream import DeltaStream
     from chairlift.errors import (
         ChairliftError,
         ConfigError,
@@ -50,7 +51,7 @@ _HOMES = {
     "ConfigError": "errors",
     "ContextLengthError": "errors",
     "Delta": "outputs",
-    "DeltaStream": "async_engine",
+    "DeltaStream": "delta_stream",
     "EngineDeadError": "errors",
     "InvalidRequestError": "errors",
     "JoinConfig": "config",

@@ -1,8 +1,10 @@
 """``AsyncEngine``: requests as streams of deltas on an event loop (asyncio or uvloop).
 
 The loop watches one descriptor, which is readable once per iteration at most, however many
-requests run; the callback moves what an iteration said into one inbox per request. A reader that is
-slow finds several iterations merged into one delta.
+requests run; the callback moves what an iteration said into one inbox per request, in slices, so
+that everything else on the loop has its turn in between. A reader that is slow finds several
+iterations merged into one delta. The loop never waits for the engine: questions are posted, and
+answered by the same callback.
 """
 
 from __future__ import annotations
@@ -11,211 +13,31 @@ import asyncio
 import itertools
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from chairlift import _core
-from chairlift.config_file import engine_args
-from chairlift.engine import LocalEngine, check_params
+from chairlift.config_file import engine_args, naming
+from chairlift.delta_stream import DeltaStream, Inbox, Submission
+from chairlift.engine import Engine, LocalEngine, check_params
 from chairlift.engine_args import ConfigSource, EngineOptions
-from chairlift.errors import ChairliftError, ConfigError, EngineDeadError, RequestFailedError
-from chairlift.outputs import (
-    Delta,
-    PositionLogprobs,
-    RequestStats,
-    cut_logprobs,
-    failure,
-    position_logprobs,
-    stop_reason,
-)
+from chairlift.engine_process import ProcessEngine
+from chairlift.errors import ConfigError, EngineDeadError, RequestFailedError
+from chairlift.outputs import RequestStats
 from chairlift.prompts import ParsedPrompt, parse_prompt
 from chairlift.request_args import RequestArgs, RequestOptions
 
 if TYPE_CHECKING:
+    from chairlift import _core
+    from chairlift.config import Config
     from chairlift.engine import TokenizerLike
     from chairlift.prompts import Prompt
     from chairlift.sampling import SamplingParams
 
 _INLINE_CHARACTERS = 2_000
 """A prompt up to this long is tokenised on the loop: handing it to a thread would cost more."""
-
-
-@dataclass(slots=True)
-class _Answer:
-    """What one answer has to say since it was last read."""
-
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    has_failed: bool = False
-
-
-@dataclass(slots=True)
-class _Inbox:
-    """Where the loop's callback leaves the news of one request."""
-
-    stop_strings: tuple[str, ...]
-    num_answers: int
-    prompt_logprobs: list[PositionLogprobs | None] | None
-    """The stream's own list, if it asked for them."""
-    answers: dict[int, _Answer] = field(default_factory=dict)
-    """By index, the one with the oldest news first."""
-    reader: asyncio.Future[None] | None = None
-    """Who waits for news."""
-    has_ended: bool = False
-    error: ChairliftError | None = None
-    stats: RequestStats | None = None
-
-    def put(self, delta: _core.Delta, engine: LocalEngine) -> None:
-        """Merge a delta into what has not been read."""
-        answer = self.answers.get(delta.index)
-        if answer is None:
-            answer = self.answers[delta.index] = _Answer()
-        answer.text.append(delta.text)
-        answer.token_ids += delta.token_ids
-        logprobs = position_logprobs(delta, engine.decode_token)
-        if logprobs is not None:
-            answer.logprobs = (answer.logprobs or []) + logprobs
-        if delta.finish_reason is not None:
-            answer.finish_reason = delta.finish_reason
-            answer.stop_reason = stop_reason(delta, self.stop_strings)
-            error = failure(delta)
-            answer.has_failed = error is not None
-            self.error = self.error or error
-
-    def put_prompt(
-        self, count: int, candidates: list[int], values: list[float], engine: LocalEngine
-    ) -> None:
-        """Append what was scored of the prompt."""
-        if self.prompt_logprobs is not None:
-            self.prompt_logprobs += cut_logprobs(count, candidates, values, engine.decode_token)
-
-    def end(self, error: ChairliftError | None = None) -> None:
-        """No more news will come."""
-        self.has_ended = True
-        self.error = self.error or error
-        self.wake()
-
-    def wake(self) -> None:
-        """Let the reader look. One whose loop is closed never will."""
-        reader = self.reader
-        if reader is not None and not reader.done() and not reader.get_loop().is_closed():
-            reader.set_result(None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Submission:
-    """A request that was not submitted yet."""
-
-    prompt: Prompt
-    params: SamplingParams
-    args: RequestArgs
-
-
-class DeltaStream:
-    """The deltas of one request, as an asynchronous iterator.
-
-    The request is submitted when the first delta is asked for. Cancelling that wait,
-    :meth:`aclose`, or dropping the stream (as leaving an ``async for`` does) aborts the request.
-    """
-
-    def __init__(self, engine: AsyncEngine, submission: _Submission, request_id: str) -> None:
-        """Made by :meth:`AsyncEngine.generate`."""
-        self.request_id = request_id
-        self.stats: RequestStats | None = None
-        """What the request cost; known when it has ended."""
-        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
-        """One entry per prompt token, the first of them None, if asked for; known when the first
-        delta with a token is there."""
-        self.seed: int | None = None
-        """Key of the random stream, given or drawn; known when it is submitted."""
-        self._engine = engine
-        self._submission: _Submission | None = submission
-        """What is to be submitted."""
-        self._inbox: _Inbox | None = None
-        self._core_id: int | None = None
-        """The engine's name for the request while it is live."""
-
-    def __aiter__(self) -> Self:
-        """Return itself: the stream can be read once."""
-        return self
-
-    async def __anext__(self) -> Delta:
-        """Wait for news.
-
-        Raises:
-            InvalidRequestError: the prompt or a parameter cannot be used (first delta only).
-            QueueFullError, RateLimitError, OverloadedError: the request is refused at the door
-                (first delta only).
-            QueueTimeoutError, OverloadedError: it was given up while it waited.
-            RequestFailedError: the executor failed on the request.
-            EngineDeadError: the engine has ended.
-        """
-        if self._submission is not None:
-            submission, self._submission = self._submission, None
-            if submission.params.prompt_logprobs is not None:
-                self.prompt_logprobs = [None]
-            self._core_id, self.seed, self._inbox = await self._engine._submit(
-                submission, self.prompt_logprobs
-            )
-        inbox = self._inbox
-        if inbox is None:
-            raise StopAsyncIteration
-        while not inbox.answers and not inbox.has_ended:
-            inbox.reader = asyncio.get_running_loop().create_future()
-            try:
-                await inbox.reader
-            except BaseException:
-                self._abort()
-                raise
-            finally:
-                inbox.reader = None
-        delta = self._next_delta(inbox)
-        if delta is not None:
-            return delta
-        self._core_id = None
-        self._inbox = None
-        self.stats = inbox.stats
-        if inbox.error is not None:
-            raise inbox.error
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        """Abort the request if it is live; idempotent."""
-        self._abort()
-
-    def __del__(self) -> None:
-        """Abort a request that nobody reads any more."""
-        self._abort()
-
-    def _abort(self) -> None:
-        self._submission = None
-        self._inbox = None
-        core_id, self._core_id = self._core_id, None
-        if core_id is not None:
-            self._engine._abandon(core_id)
-
-    def _next_delta(self, inbox: _Inbox) -> Delta | None:
-        """Take the oldest news, if any. An end by error without text is told by the exception."""
-        while inbox.answers:
-            index = next(iter(inbox.answers))
-            answer = inbox.answers.pop(index)
-            if answer.has_failed and not answer.token_ids:
-                continue
-            return Delta(
-                request_id=self.request_id,
-                index=index,
-                text="".join(answer.text),
-                token_ids=answer.token_ids,
-                finish_reason=answer.finish_reason,
-                stop_reason=answer.stop_reason,
-                logprobs=answer.logprobs,
-            )
-        return None
+_SLICE = 64
+"""Deltas that are handed out before others on the loop have their turn."""
+_ISOLATIONS: dict[str, type[Engine]] = {"process": ProcessEngine, "thread": LocalEngine}
 
 
 class AsyncEngine:
@@ -224,7 +46,8 @@ class AsyncEngine:
     ``model`` is a local Hugging Face directory, ``smollm2-135m`` (the default), or a hub id;
     ``config`` a :class:`chairlift.Config` or the path of a ``chairlift.toml``. For the options,
     which win over it, see :class:`chairlift.engine_args.EngineArgs`. ``isolation`` is where the
-    engine runs: ``thread``, in threads of this process.
+    engine runs: ``process``, in a process of its own, so that neither slows the other down; or
+    ``thread``, in threads of this process.
 
     Raises:
         ConfigError: the settings cannot work.
@@ -235,17 +58,22 @@ class AsyncEngine:
         self,
         model: str | None = None,
         *,
-        isolation: Literal["thread", "process"] = "thread",
+        isolation: Literal["process", "thread"] = "process",
         **options: Unpack[EngineOptions],
     ) -> None:
         """Load the model and start the engine."""
-        if isolation != "thread":
+        kind = _ISOLATIONS.get(isolation)
+        if kind is None:
             raise ConfigError(
-                f"isolation {isolation!r} is not available yet; use isolation='thread'"
+                f"isolation is {isolation!r}; it must be one of {', '.join(_ISOLATIONS)}"
             )
-        self._engine = LocalEngine(engine_args(model, options))
+        self._engine = kind(engine_args(model, options))
         self._client = self._engine.client
-        self._inboxes: dict[int, _Inbox] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        """Questions that were posted."""
+        self._news: Iterator[None] | None = None
+        """What is being handed out."""
+        self._inboxes: dict[int, Inbox] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._names = itertools.count()
         self._tokenising = ThreadPoolExecutor(1, thread_name_prefix="chairlift-tokenise")
@@ -259,6 +87,16 @@ class AsyncEngine:
     def limits(self) -> Mapping[str, int]:
         """The numbers the engine runs with, after validation."""
         return self._engine.limits
+
+    @property
+    def end_reason(self) -> str | None:
+        """Why the engine has ended; None while it runs."""
+        return self._engine.end_reason
+
+    @property
+    def config(self) -> Config:
+        """What it runs with now."""
+        return self._engine.config
 
     def generate(
         self,
@@ -280,31 +118,35 @@ class AsyncEngine:
             InvalidRequestError: an argument is of the wrong type.
         """
         args = RequestArgs(priority=priority, **options)
-        submission = _Submission(prompt, check_params(sampling_params), args)
+        submission = Submission(prompt, check_params(sampling_params), args)
         name = f"request-{next(self._names)}" if request_id is None else request_id
         return DeltaStream(self, submission, name)
 
-    def reload(self, config: ConfigSource) -> None:
+    async def reload(self, config: ConfigSource) -> None:
         """Go over to the classes' numbers, tenants, weights and quotas of ``config``.
 
         No request is lost. What a running engine cannot change must be as it was (see
-        :meth:`chairlift.engine.LocalEngine.reload`).
+        :meth:`chairlift.engine.Engine.reload`).
 
         Raises:
             ConfigError: the configuration cannot work, or not here; nothing has changed.
             EngineDeadError: the engine has ended.
         """
-        self._engine.reload(config)
+        checked = self._engine.check_reload(config)
+        with naming(config):
+            await self._answer(self._client.post_reload(checked.policy))
+        self._engine.config = checked
 
-    def metrics(self) -> dict[str, int]:
+    async def metrics(self) -> dict[str, int]:
         """Counters and gauges of the engine.
 
         Raises:
             EngineDeadError: the engine has ended.
         """
-        return self._client.metrics()
+        metrics: dict[str, int] = await self._answer(self._client.post_metrics())
+        return metrics
 
-    def group_metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
+    async def group_metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Counters and histograms: ``{"classes": {name: {...}}, "tenants": {name: {...}}}``.
 
         A histogram is ``{"counts": [...], "sum": seconds}``, with the buckets of
@@ -313,9 +155,12 @@ class AsyncEngine:
         Raises:
             EngineDeadError: the engine has ended.
         """
-        return self._client.group_metrics()
+        groups: dict[str, dict[str, dict[str, Any]]] = await self._answer(
+            self._client.post_group_metrics()
+        )
+        return groups
 
-    def waiting(self, request_id: int) -> tuple[str, dict[str, float]] | None:
+    async def waiting(self, request_id: int) -> tuple[str, dict[str, float]] | None:
         """Why a request waits, and for how many seconds it has waited for what.
 
         Reasons: ``slots``, ``memory``, ``budget``, ``fairness`` (others that came later went
@@ -326,7 +171,10 @@ class AsyncEngine:
         Raises:
             EngineDeadError: the engine has ended.
         """
-        return self._client.waiting(request_id)
+        wait: tuple[str, dict[str, float]] | None = await self._answer(
+            self._client.post_waiting(request_id)
+        )
+        return wait
 
     async def shutdown(self) -> None:
         """Stop the engine; idempotent, from any loop.
@@ -346,7 +194,7 @@ class AsyncEngine:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._client.fileno())
         self._loop = None
-        self._deliver()
+        self._deliver_all()
         self._tokenising.shutdown(wait=False)  # what is queued there finds the engine ended
 
     async def __aenter__(self) -> Self:
@@ -362,34 +210,51 @@ class AsyncEngine:
         """Shut down."""
         await self.shutdown()
 
-    async def _submit(
-        self, submission: _Submission, prompt_logprobs: list[PositionLogprobs | None] | None
-    ) -> tuple[int, int, _Inbox]:
-        """Reserve, tokenise, submit; returns the core's id, the seed and where news will be."""
+    async def _submit(self, submission: Submission, stream: DeltaStream) -> None:
+        """Reserve, tokenise, submit; tells the stream what is known then."""
         params, args = submission.params, submission.args
         parsed = parse_prompt(submission.prompt)
-        self._watch()
-        with self._client.reserve(args, n=params.n) as place:
+        call, place = self._client.post_reserve(args, n=params.n)
+        with place:
+            stream.request_class = await self._answer(call)
             tokens = await self._tokenise(parsed)
             request, seed = self._engine.prepare(parsed, tokens, params, args)
-            core_id = self._client.submit(request, place)
-        inbox = _Inbox(params.stop_strings, params.n, prompt_logprobs)
-        self._inboxes[core_id] = inbox
-        return core_id, seed, inbox
+            core_id = place.request_id
+            inbox = Inbox(params.stop_strings, params.n, stream.prompt_logprobs)
+            self._inboxes[core_id] = inbox
+            try:
+                await self._answer(self._client.post_submit(request, place))
+            except BaseException:
+                self._abandon(core_id)
+                raise
+        stream.prompt_token_ids, stream.seed = tokens, seed
+        stream._core_id, stream._inbox = core_id, inbox
+
+    async def _answer(self, call: int) -> Any:  # noqa: ANN401  # what was asked for
+        """Wait for the answer to a question that was posted just now.
+
+        Raises:
+            ChairliftError: what was asked for was refused.
+            EngineDeadError: nobody answers any more.
+        """
+        self._watch()
+        answer = asyncio.get_running_loop().create_future()
+        self._calls[call] = answer
+        if self._client.is_closed:
+            self._deliver_all()
+        return await answer
 
     async def _tokenise(self, prompt: ParsedPrompt) -> list[int]:
-        if prompt.text is None:
-            return prompt.token_ids
-        if len(prompt.text) <= _INLINE_CHARACTERS:
-            return self.tokenizer.encode(prompt.text)
+        if prompt.num_characters() <= _INLINE_CHARACTERS:
+            return prompt.tokenise(self.tokenizer)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenising, self._encode, prompt.text)
+        return await loop.run_in_executor(self._tokenising, self._encode, prompt)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, prompt: ParsedPrompt) -> list[int]:
         reason = self._client.end_reason
         if reason is not None:
             raise EngineDeadError(reason)
-        return self.tokenizer.encode(text)
+        return prompt.tokenise(self.tokenizer)
 
     def _abandon(self, core_id: int) -> None:
         """Abort a request whose news nobody reads."""
@@ -407,42 +272,91 @@ class AsyncEngine:
         loop.add_reader(self._client.fileno(), self._deliver)
 
     def _deliver(self) -> None:
-        """Move everything that was published into the inboxes; the loop's one callback."""
+        """Hand out what was published; the loop's one callback."""
+        if self._news is None:
+            self._news = self._hand_out()
+            self._next_slice()
+
+    def _next_slice(self) -> None:
+        """Hand out some of it, and go on when others on the loop had their turn."""
+        news = self._news
+        if news is None:
+            return
+        for _ in range(_SLICE):
+            if next(news, self) is self:  # it has ended
+                self._news = None
+                return
+        asyncio.get_running_loop().call_soon(self._next_slice)
+
+    def _deliver_all(self) -> None:
+        """Hand out everything at once."""
+        news, self._news = self._news, None
+        for _ in itertools.chain(news or (), self._hand_out()):
+            pass
+
+    def _hand_out(self) -> Iterator[None]:
+        """Move everything that was published to where it is waited for, a delta at a time."""
         batch = self._client.drain()
         if batch is not None:
+            for call, answer in batch.answers():
+                self._settle(call, answer)
+            self._tell_starts(batch)
             inboxes = self._inboxes
-            for request_id, count, candidates, values in batch.prompt_logprobs():
+            for delta in batch.deltas():
+                request_id = delta.request_id
                 inbox = inboxes.get(request_id)
                 if inbox is not None:
-                    with self._telling(request_id, inbox):
-                        inbox.put_prompt(count, candidates, values, self._engine)
-            for delta in batch.deltas():
-                inbox = inboxes.get(delta.request_id)
-                if inbox is not None:
-                    with self._telling(delta.request_id, inbox):
+                    try:
                         inbox.put(delta, self._engine)
                         inbox.wake()
+                    except Exception as error:
+                        self._untold(request_id, inbox, error)
+                    yield
             for ended in batch.ended():
                 inbox = inboxes.pop(ended.request_id, None)
                 if inbox is not None:
                     inbox.stats = RequestStats.from_core(ended, inbox.num_answers)
                     inbox.end()
-        reason = self._client.end_reason
-        if reason is not None and self._inboxes:
-            # The engine ended without an end for these.
-            left, self._inboxes = self._inboxes, {}
-            for inbox in left.values():
-                inbox.end(EngineDeadError(reason))
+        if self._client.end_reason is not None:
+            self._tell_the_end()
 
-    @contextmanager
-    def _telling(self, request_id: int, inbox: _Inbox) -> Iterator[None]:
-        """Leave news in an inbox. What a tokenizer raises there is its request's trouble only."""
-        try:
-            yield
-        except Exception as error:
-            self._abandon(request_id)
-            failed = RequestFailedError(
-                f"the output cannot be told: {type(error).__name__}: {error}"
-            )
-            failed.__cause__ = error
-            inbox.end(failed)
+    def _tell_starts(self, batch: _core.OutputBatch) -> None:
+        """Hand out what comes before the first delta of a request."""
+        for request_id, num_cached_tokens, queue_time in batch.scheduled():
+            inbox = self._inboxes.get(request_id)
+            if inbox is not None:
+                inbox.start(num_cached_tokens, queue_time)
+        for request_id, count, candidates, values in batch.prompt_logprobs():
+            inbox = self._inboxes.get(request_id)
+            if inbox is not None:
+                try:
+                    inbox.put_prompt(count, candidates, values, self._engine)
+                except Exception as error:
+                    self._untold(request_id, inbox, error)
+
+    def _tell_the_end(self) -> None:
+        """The engine has ended: what has no end yet gets none but this."""
+        dead = EngineDeadError(self.end_reason or "the engine has ended")
+        left, self._inboxes = self._inboxes, {}
+        for inbox in left.values():
+            inbox.end(dead)
+        if self._client.is_closed:
+            for call in list(self._calls):
+                self._settle(call, dead)
+
+    def _settle(self, call: int, answer: object) -> None:
+        """Give an answer to who waits for it, if somebody does."""
+        waiter = self._calls.pop(call, None)
+        if waiter is None or waiter.done() or waiter.get_loop().is_closed():
+            return
+        if isinstance(answer, BaseException):
+            waiter.set_exception(answer)
+        else:
+            waiter.set_result(answer)
+
+    def _untold(self, request_id: int, inbox: Inbox, error: Exception) -> None:
+        """News could not be left in an inbox: what a tokenizer raises is its request's trouble."""
+        self._abandon(request_id)
+        failed = RequestFailedError(f"the output cannot be told: {type(error).__name__}: {error}")
+        failed.__cause__ = error
+        inbox.end(failed)

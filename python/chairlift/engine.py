@@ -1,8 +1,8 @@
-"""The engine in this process: executor, scheduler thread, executor thread.
+"""The engine: executor, scheduler thread, executor thread, and what clients need of it.
 
-:class:`~chairlift.LLM` and :class:`~chairlift.AsyncEngine` are two ways to talk to one
-:class:`LocalEngine`; both go through its ``client``, which a later engine in another process offers
-as well.
+:class:`~chairlift.LLM` and :class:`~chairlift.AsyncEngine` are two ways to talk to an
+:class:`Engine`; both go through its ``client``. :class:`LocalEngine` is one in this process,
+:class:`chairlift.engine_process.ProcessEngine` one in a process of its own.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from chairlift.config import Config
     from chairlift.executor import Executor
     from chairlift.prompts import ParsedPrompt
     from chairlift.request_args import RequestArgs
@@ -58,8 +59,8 @@ class TokenizerLike(Protocol):
     def eos_token_ids(self) -> Sequence[int]:
         """Tokens that end an output."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt."""
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, with what the tokenizer's own rules add."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
@@ -99,40 +100,33 @@ class _Parts:
     """The model's own, beside the tokenizer's."""
 
 
-class LocalEngine:
-    """An engine that runs in threads of this process, and the one client of it."""
+class Engine:
+    """An engine, wherever it runs, and the one client of it."""
+
+    tokenizer: TokenizerLike
+    client: _core.EngineClient
 
     def __init__(self, args: EngineArgs) -> None:
-        """Load the model (unless an executor is given) and start both threads.
+        """Check what is known before a model is loaded.
 
         Raises:
             ConfigError: the settings cannot work.
-            ModelError: the model cannot be loaded.
         """
         check_args(args)
         self.args = args
         self.config = args.config
-        """What it runs with now; :meth:`reload` changes the policy."""
-        self._thread = _ExecutorThread(args)
-        try:
-            parts = self._thread.parts()
-            self.tokenizer = parts.tokenizer
-            settings = core_settings(
-                args,
-                max_model_len=parts.max_model_len,
-                num_kv_blocks=parts.num_kv_blocks,
-                vocab_size=parts.vocab_size,
-            )
-            self.core = _core.EngineCore(settings, _vocabulary(parts))
-        except BaseException:
-            self._thread.run_steps(None)
-            raise
-        self.client = self.core.client
-        self.limits: Mapping[str, int] = self.core.limits
-        _say_limits(self.limits)
+        """What it runs with now; a reload changes the policy."""
         self._seeds = random.Random(args.seed)
-        self._thread.run_steps(self.core)
-        self._finalizer = weakref.finalize(self, _stop, self.core, self._thread)
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """The numbers the engine runs with, after validation."""
+        return self.client.limits
+
+    @property
+    def end_reason(self) -> str | None:
+        """Why the engine has ended; None while it runs."""
+        return self.client.end_reason
 
     def prepare(
         self,
@@ -173,6 +167,17 @@ class LocalEngine:
             ConfigError: the configuration cannot work, or not here; nothing has changed.
             EngineDeadError: the engine has ended.
         """
+        config = self.check_reload(source)
+        with naming(source):
+            self.client.reload(config.policy)
+        self.config = config
+
+    def check_reload(self, source: ConfigSource) -> Config:
+        """Read a configuration and check what can be checked without the engine.
+
+        Raises:
+            ConfigError: it cannot work, or not here.
+        """
         config = load_config(source)
         old: Mapping[str, object] = {**self.config.engine}
         new: Mapping[str, object] = {**config.engine}
@@ -183,12 +188,48 @@ class LocalEngine:
                         f"engine.{name} is {_said(new, name)}; it must be {_said(old, name)}, as "
                         "when the engine was started: restart it to change that"
                     )
-            self.client.reload(config.policy)
-        self.config = config
+        return config
 
     def decode_token(self, token: int) -> str:
         """Text of one token, by itself."""
         return self.tokenizer.decode([token], skip_special_tokens=False)
+
+    def shutdown(self) -> None:
+        """End live requests as aborted, and the engine; idempotent, from any thread."""
+        raise NotImplementedError
+
+
+class LocalEngine(Engine):
+    """An engine that runs in threads of this process."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        """Load the model (unless an executor is given) and start both threads.
+
+        Raises:
+            ConfigError: the settings cannot work.
+            ModelError: the model cannot be loaded.
+        """
+        super().__init__(args)
+        self._thread = _ExecutorThread(args)
+        try:
+            parts = self._thread.parts()
+            self.tokenizer = parts.tokenizer
+            settings = core_settings(
+                args,
+                max_model_len=parts.max_model_len,
+                num_kv_blocks=parts.num_kv_blocks,
+                vocab_size=parts.vocab_size,
+            )
+            self.core = _core.EngineCore(
+                settings, _vocabulary(parts), step_timeout=args.step_timeout
+            )
+        except BaseException:
+            self._thread.run_steps(None)
+            raise
+        self.client = self.core.client
+        _say_limits(self.limits)
+        self._thread.run_steps(self.core)
+        self._finalizer = weakref.finalize(self, _stop, self.core, self._thread)
 
     def shutdown(self) -> None:
         """End live requests as aborted and stop both threads; idempotent, from any thread.

@@ -29,7 +29,7 @@ from chairlift.outputs import (
     position_logprobs,
     stop_reason,
 )
-from chairlift.prompts import ParsedPrompt, Prompt, parse_prompts
+from chairlift.prompts import ParsedPrompt, Prompt, parse_prompts, template_options
 from chairlift.request_args import RequestArgs, RequestOptions
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Run all prompts through the engine and return their results, in order.
 
-        A prompt is text, a list of token ids, or a dictionary with ``prompt`` or
-        ``prompt_token_ids``. One set of parameters serves all prompts, or there is one for each.
-        So with ``priority`` (lower is sooner); ``tenant``, ``request_class``, ``user`` and
+        A prompt is text, a list of token ids, or a dictionary with ``prompt``, ``prompt_token_ids``
+        or ``messages``. One set of parameters serves all prompts, or there is one for each. So with
+        ``priority`` (lower is sooner); ``tenant``, ``request_class``, ``user`` and
         ``deadline`` (in seconds) are those of all: see :class:`chairlift.request_args.RequestArgs`.
 
         Everything is checked before anything runs. A request that fails on its own ends with
@@ -134,7 +134,7 @@ class LLM:
             InvalidRequestError: as :meth:`generate`, or ``chat_template_kwargs`` cannot be used.
             QueueFullError, EngineDeadError: as :meth:`generate`.
         """
-        options = _template_options(add_generation_prompt, chat_template_kwargs)
+        options = template_options(add_generation_prompt, chat_template_kwargs)
         one = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if one else messages
         prompts: list[Prompt] = []
@@ -235,7 +235,7 @@ class LLM:
     def _prepare_one(
         self, prompt: ParsedPrompt, params: SamplingParams, args: RequestArgs
     ) -> _Pending:
-        tokens = prompt.token_ids if prompt.text is None else self.tokenizer.encode(prompt.text)
+        tokens = prompt.tokenise(self.tokenizer)
         request, seed = self._engine.prepare(prompt, tokens, params, args)
         self._engine.client.check(request)
         wants_logprobs = params.logprobs is not None
@@ -333,7 +333,7 @@ class _Call:
 
     def _places(self, batch: _core.OutputBatch) -> int:
         """Places in the queue that are free again, after a batch."""
-        left = [request_id for request_id, _ in batch.scheduled()]
+        left = [request_id for request_id, _, _ in batch.scheduled()]
         left += [end.request_id for end in batch.ended() if end.first_scheduled_time is None]
         # Others are of a call that was interrupted.
         return sum(self._live[name].params.n for name in left if name in self._live)
@@ -393,22 +393,3 @@ def _for_each(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:
             code="invalid_parameter",
         )
     return given
-
-
-def _template_options(
-    add_generation_prompt: bool, further: Mapping[str, object] | None
-) -> dict[str, Any]:
-    """Keyword arguments for a chat template.
-
-    Raises:
-        InvalidRequestError: a name is not text, or is an argument's own.
-    """
-    options: dict[Any, Any] = {"add_generation_prompt": add_generation_prompt}
-    options |= further or {}
-    for name in options:
-        if not isinstance(name, str) or name in ("self", "messages"):
-            raise InvalidRequestError(
-                f"chat_template_kwargs must not have {name!r}; its keys are names of the template",
-                code="invalid_parameter",
-            )
-    return options

@@ -1,13 +1,16 @@
-"""Prompts in the forms that a caller may give them: text, token ids, or a dictionary of either."""
+"""Prompts in the forms that a caller may give: text, token ids, or a dictionary that says which."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
-from typing import NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from chairlift.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from chairlift.engine import TokenizerLike
 
 
 class TextPrompt(TypedDict):
@@ -16,6 +19,8 @@ class TextPrompt(TypedDict):
     prompt: str
     cache_salt: NotRequired[str]
     """Requests share prefix-cache entries only with requests of the same salt."""
+    add_special_tokens: NotRequired[bool]
+    """Whether the tokenizer adds what its own rules say, such as a bos; it does by default."""
 
 
 class TokensPrompt(TypedDict):
@@ -25,17 +30,53 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+class ChatPrompt(TypedDict):
+    """A prompt as the messages of a chat, which the model's template makes text of."""
+
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: NotRequired[bool]
+    """Whether the template begins the answer; it does by default."""
+    chat_template_kwargs: NotRequired[Mapping[str, object]]
+    """Further variables of the template."""
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | ChatPrompt
 """One prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedPrompt:
-    """A prompt whose form is known: ``text``, or ``token_ids``, never both."""
+    """A prompt whose form is known: ``text``, ``messages``, or else ``token_ids``."""
 
-    text: str | None
-    token_ids: list[int]
+    text: str | None = None
+    token_ids: list[int] = field(default_factory=list)
+    messages: Sequence[Mapping[str, Any]] | None = None
     cache_salt: str | None = None
+    add_special_tokens: bool = True
+    """For ``text``."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the chat template, for ``messages``."""
+
+    def num_characters(self) -> int:
+        """About how much text there is to tokenise."""
+        if self.messages is not None:
+            return sum(_num_characters(message) for message in self.messages)
+        return 0 if self.text is None else len(self.text)
+
+    def tokenise(self, tokenizer: TokenizerLike) -> list[int]:
+        """Token ids of the prompt.
+
+        Raises:
+            TokenizerError: there is text that cannot be tokenised, or the template refuses.
+        """
+        if self.messages is not None:
+            return tokenizer.apply_chat_template(self.messages, **self.template_options)
+        if self.text is None:
+            return self.token_ids
+        if self.add_special_tokens:
+            return tokenizer.encode(self.text)
+        return tokenizer.encode(self.text, add_special_tokens=False)
 
 
 def parse_prompt(prompt: object) -> ParsedPrompt:
@@ -45,10 +86,10 @@ def parse_prompt(prompt: object) -> ParsedPrompt:
         InvalidRequestError: ``invalid_prompt``.
     """
     if isinstance(prompt, str):
-        return ParsedPrompt(prompt, [])
+        return ParsedPrompt(prompt)
     if isinstance(prompt, Mapping):
         return _parse_mapping(prompt)
-    return ParsedPrompt(None, _token_ids(prompt))
+    return ParsedPrompt(token_ids=_token_ids(prompt))
 
 
 def parse_prompts(prompts: object) -> list[ParsedPrompt]:
@@ -72,22 +113,73 @@ def parse_prompts(prompts: object) -> list[ParsedPrompt]:
     return parsed
 
 
-def _parse_mapping(prompt: Mapping[str, object]) -> ParsedPrompt:
-    unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
-    if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+_FORMS = {
+    "prompt": ("add_special_tokens",),
+    "prompt_token_ids": (),
+    "messages": ("add_generation_prompt", "chat_template_kwargs"),
+}
+"""What may stand beside the key that tells the form, and beside ``cache_salt``."""
+
+
+def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
+    forms = [name for name in _FORMS if name in prompt]
+    beside = _FORMS[forms[0]] if len(forms) == 1 else ()
+    if len(forms) != 1 or prompt.keys() - {forms[0], "cache_salt", *beside}:
         raise _invalid(
-            "a prompt dictionary has either 'prompt' or 'prompt_token_ids', and optionally "
-            f"'cache_salt'; this one has {sorted(map(str, prompt))}"
+            "a prompt dictionary has one of 'prompt', 'prompt_token_ids' and 'messages', and "
+            f"optionally 'cache_salt'; this one has {sorted(map(str, prompt))}"
         )
     salt = prompt.get("cache_salt")
     if salt is not None and not isinstance(salt, str):
         raise _invalid(f"cache_salt must be a string, not {_kind(salt)}")
+    for name in ("add_special_tokens", "add_generation_prompt"):
+        if not isinstance(prompt.get(name, True), bool):
+            raise _invalid(f"{name} must be True or False, not {_kind(prompt[name])}")
     if "prompt_token_ids" in prompt:
-        return ParsedPrompt(None, _token_ids(prompt["prompt_token_ids"]), salt)
+        return ParsedPrompt(token_ids=_token_ids(prompt["prompt_token_ids"]), cache_salt=salt)
+    if "messages" in prompt:
+        messages = prompt["messages"]
+        if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+            raise _invalid(f"'messages' must be a list of messages, not {_kind(messages)}")
+        options = template_options(
+            prompt.get("add_generation_prompt", True), prompt.get("chat_template_kwargs")
+        )
+        return ParsedPrompt(messages=messages, cache_salt=salt, template_options=options)
     text = prompt["prompt"]
     if not isinstance(text, str):
         raise _invalid(f"'prompt' must be a string, not {_kind(text)}")
-    return ParsedPrompt(text, [], salt)
+    special = prompt.get("add_special_tokens", True)
+    return ParsedPrompt(text, cache_salt=salt, add_special_tokens=special)
+
+
+def template_options(
+    add_generation_prompt: bool, further: Mapping[str, object] | None
+) -> dict[str, Any]:
+    """Keyword arguments for a chat template.
+
+    Raises:
+        InvalidRequestError: a name is not text, or is an argument's own.
+    """
+    options: dict[Any, Any] = {"add_generation_prompt": add_generation_prompt}
+    options |= further or {}
+    for name in options:
+        if not isinstance(name, str) or name in ("self", "messages"):
+            raise InvalidRequestError(
+                f"chat_template_kwargs must not have {name!r}; its keys are names of the template",
+                code="invalid_parameter",
+            )
+    return options
+
+
+def _num_characters(message: object) -> int:
+    """Characters of a message's content, of whatever form."""
+    if isinstance(message, str):
+        return len(message)
+    if isinstance(message, Mapping):
+        return sum(_num_characters(value) for value in message.values())
+    if isinstance(message, Sequence):
+        return sum(_num_characters(part) for part in message)
+    return 0
 
 
 def _token_ids(value: object) -> list[int]:

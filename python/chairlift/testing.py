@@ -41,7 +41,7 @@ class ByteTokenizer:
     vocab_size = 258
     eos_token_ids: Sequence[int] = (257,)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The bytes of UTF-8; nothing is added."""
         return list(text.encode("utf-8"))
 

@@ -71,6 +71,7 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._parts = (dict(config or {}), chat_template, tuple(eos_token_ids))
         self._added = tokenizer.get_added_tokens_decoder()
         self._names = _special_names(config or {})
         self._tokens = _token_bytes(tokenizer, self._added)
@@ -131,6 +132,10 @@ class Tokenizer:
             chat_template=template,
             eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
         )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle what it was made of."""
+        return _tokenizer_of, (self._tokenizer, *self._parts)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; the text of a control token in it becomes that token.
@@ -256,6 +261,17 @@ class Tokenizer:
             name: ChatTemplate(text, special_tokens=special, other_added_tokens=others)
             for name, text in sources.items()
         }
+
+
+def _tokenizer_of(
+    tokenizer: tokenizers.Tokenizer,
+    config: Mapping[str, Any],
+    chat_template: str | Mapping[str, str] | None,
+    eos_token_ids: Sequence[int],
+) -> Tokenizer:
+    return Tokenizer(
+        tokenizer, config=config, chat_template=chat_template, eos_token_ids=eos_token_ids
+    )
 
 
 def _encode(

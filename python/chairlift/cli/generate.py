@@ -82,7 +82,7 @@ async def _serve(args: argparse.Namespace, prompts: Sequence[str], params: Sampl
                 tasks.create_task(_answer(engine, answer, params, view, raw=args.raw))
         view.close()
         print_answers(answers, sys.stdout)
-        print_table(answers, engine.metrics(), sys.stdout)
+        print_table(answers, (await engine.metrics()), sys.stdout)
     return 1 if any(answer.error for answer in answers) else 0
 
 

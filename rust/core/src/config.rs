@@ -21,6 +21,7 @@ pub const MAX_IN_FLIGHT_STEPS: u32 = 1;
 
 /// What a person may choose. Every count is in the unit of its name.
 #[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Settings {
     /// Most sequences that run at once; each owns a row of the executor.
     pub max_num_seqs: u32,

@@ -69,6 +69,11 @@ impl Engine {
         }
     }
 
+    /// Name of the class that a request with a reserved place will be served as.
+    pub fn reserved_class(&self, id: RequestId) -> Option<&str> {
+        self.ledger.reserved_class(id)
+    }
+
     /// Gives a reserved place back; nothing happens if there is none.
     pub fn release(&mut self, id: RequestId) {
         self.ledger.release(id);

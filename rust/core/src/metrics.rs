@@ -7,6 +7,7 @@ use crate::request::{EndKind, Finish, RequestStats};
 /// Conservation holds at every moment: `submitted` = `finished` + `failed` + `aborted` + `rejected` +
 /// `expired` + `shed` + `displaced` + `live`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Metrics {
     /// Requests submitted, and those that were rejected before they could be.
     pub submitted: u64,
@@ -87,6 +88,7 @@ pub const TIME_BOUNDS_US: [u64; 22] = [
 
 /// How often something took how long.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Histogram {
     /// How often it was in each bucket of [`TIME_BOUNDS_US`], bounds included.
     pub counts: [u64; TIME_BOUNDS_US.len() + 1],
@@ -109,6 +111,7 @@ impl Histogram {
 
 /// What became of the requests of a class, or of a tenant, and how long it took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct GroupMetrics {
     /// Requests let into the waiting queue.
     pub accepted: u64,

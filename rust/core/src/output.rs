@@ -10,6 +10,7 @@ use crate::request::{Finish, RequestId, RequestStats};
 
 /// One child's news: new tokens, their text, and how it ended if it did.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Output {
     /// The request.
     pub request: RequestId,
@@ -27,6 +28,7 @@ pub struct Output {
 
 /// One thing a client wants to know.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Event {
     /// The request is in a plan for the first time.
     Scheduled {
@@ -34,6 +36,8 @@ pub enum Event {
         request: RequestId,
         /// Prompt tokens found in the prefix cache.
         num_cached_tokens: u32,
+        /// Microseconds since its submission.
+        queue_time_us: u64,
     },
     /// Log-probabilities of prompt tokens, for a request that asked for them: the next of its prompt,
     /// in order, from the second token on; all are there before the first output.
@@ -58,6 +62,7 @@ pub enum Event {
 
 /// The log-probability of one candidate.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct TokenLogprob {
     /// The candidate.
     pub token: u32,
@@ -67,6 +72,7 @@ pub struct TokenLogprob {
 
 /// The news of one iteration (and of what happened since the last one), in order.
 #[derive(Clone, Debug, Default, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct OutputBatch {
     /// In the order they happened.
     pub events: Vec<Event>,

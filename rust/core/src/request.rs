@@ -14,6 +14,7 @@ use crate::text::StopStrings;
 
 /// Microseconds since the engine's start, on the caller's clock; the core never reads one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Time(pub u64);
 
 impl Time {
@@ -25,6 +26,7 @@ impl Time {
 
 /// Names a request for its whole life; chosen by the caller, never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct RequestId(pub u64);
 
 impl Display for RequestId {
@@ -39,6 +41,7 @@ pub struct SequenceKey(pub(crate) usize);
 
 /// How the next token is drawn from the logits. Semantics are vLLM's.
 #[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct SamplingParams {
     /// Answers (children) to the same prompt.
     pub n: u32,
@@ -98,6 +101,7 @@ impl SamplingParams {
 
 /// When a sequence ends and what of its text is shown.
 #[derive(Clone, Debug, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct StopParams {
     /// Most output tokens; `None` is the room that is left in the context.
     pub max_tokens: Option<u32>,
@@ -118,6 +122,7 @@ pub struct StopParams {
 
 /// A request as it comes in, unchecked.
 #[derive(Clone, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct NewRequest {
     /// Its name; a place was reserved for it.
     pub id: RequestId,
@@ -138,6 +143,7 @@ pub struct NewRequest {
 
 /// Who asks for a place at the door: all that is known before the prompt is tokenised.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Ticket {
     /// The request's name.
     pub id: RequestId,
@@ -203,6 +209,7 @@ impl Request {
 
 /// When things happened to a request, and what it cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct RequestStats {
     /// Submission.
     pub arrival: Time,
@@ -229,6 +236,7 @@ pub struct RequestStats {
 
 /// Why a request waits now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum WaitReason {
     /// All rows are taken.
     Slots,
@@ -260,6 +268,7 @@ impl WaitReason {
 
 /// For how long a request waited for what, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct WaitTimes {
     /// For a row.
     pub slots_us: u64,
@@ -277,6 +286,7 @@ pub struct WaitTimes {
 
 /// How a sequence ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Finish {
     /// The model's end-of-sequence token.
     Eos,

@@ -144,15 +144,17 @@ impl OutputBatch {
         Ok(list)
     }
 
-    /// Requests that are in a plan for the first time, with their cached prompt tokens.
-    fn scheduled(&self) -> Vec<(u64, u32)> {
+    /// Requests that are in a plan for the first time, with their cached prompt tokens and the seconds
+    /// since their submission.
+    fn scheduled(&self) -> Vec<(u64, u32, f64)> {
         let events = self.shared.delivery.batch.events.iter();
         events
             .filter_map(|event| match *event {
                 Event::Scheduled {
                     request,
                     num_cached_tokens,
-                } => Some((request.0, num_cached_tokens)),
+                    queue_time_us,
+                } => Some((request.0, num_cached_tokens, queue_time_us as f64 / 1e6)),
                 _ => None,
             })
             .collect()
@@ -175,6 +177,15 @@ impl OutputBatch {
                 }
                 _ => None,
             })
+            .collect()
+    }
+
+    /// Answers to calls that were posted: the call's number, and its answer or the exception that it
+    /// raises.
+    fn answers(&self, py: Python<'_>) -> PyResult<Vec<(u64, Py<PyAny>)>> {
+        let answers = self.shared.delivery.answers.iter();
+        answers
+            .map(|(call, answer)| Ok((call.0, answer.to_python(py)?)))
             .collect()
     }
 

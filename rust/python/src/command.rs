@@ -1,17 +1,19 @@
 //! What other threads may ask of the scheduler thread: one channel, one enum.
 //!
-//! Commands are owned values; whoever wants an answer sends the end of a one-shot channel along. A
-//! command whose answer channel is dropped is a scheduler that has ended, which the asker sees as a
-//! disconnected channel and never as a hang.
+//! What a client says is a [`Message`]: plain data, the same from this process and from another. A
+//! question bears the number of its call, under which the outbox will hold the [`Answer`]. A question
+//! that a scheduler never answers because it has ended is answered by the outbox being closed, never
+//! by a hang.
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use chairlift_core::config::policy::Policy;
 use chairlift_core::iteration::commit::StepResults;
 use chairlift_core::iteration::plan::StepPlan;
-use chairlift_core::request::{NewRequest, RequestId, Ticket};
+use chairlift_core::request::{NewRequest, RequestId, Ticket, Time};
+use serde::{Deserialize, Serialize};
 
 use crate::errors::Refusal;
 use crate::groups::{Groups, Wait};
@@ -44,9 +46,6 @@ pub fn recv_soon<T>(
     }
 }
 
-/// Where an answer goes.
-pub type Reply<T> = SyncSender<T>;
-
 /// One plan set and the vectors its results come back in: they travel together, to the executor
 /// thread and back, so that neither is allocated again.
 pub struct Step {
@@ -63,37 +62,107 @@ impl Step {
     }
 }
 
-/// What the scheduler thread is asked to do.
-pub enum Command {
-    /// Reserve a place at the door.
-    Reserve(Ticket, Reply<Result<(), Refusal>>),
+/// Numbers a question of a client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct CallId(pub u64);
+
+/// What a client says.
+#[derive(Serialize, Deserialize)]
+pub enum Message {
+    /// It wants an answer.
+    Ask(CallId, Question),
+    /// It wants none.
+    Tell(Order),
+}
+
+/// A request on its way: its deadline is told from its arrival, since clocks differ.
+#[derive(Serialize, Deserialize)]
+pub struct Submission {
+    /// The request, without a deadline.
+    pub request: NewRequest,
+    /// Microseconds from its arrival to its deadline.
+    pub time_left_us: Option<u64>,
+}
+
+impl Submission {
+    /// The request, as of its arrival.
+    pub fn arrived(self, now: Time) -> NewRequest {
+        let deadline = self.time_left_us;
+        NewRequest {
+            deadline: deadline.map(|left_us| Time(now.0.saturating_add(left_us))),
+            ..self.request
+        }
+    }
+}
+
+/// What has an answer.
+#[derive(Serialize, Deserialize)]
+pub enum Question {
+    /// Reserve a place at the door: [`Answer::Reserved`].
+    Reserve(Ticket),
+    /// Submit a request whose place is reserved: [`Answer::Done`].
+    Submit(Box<Submission>),
+    /// Reserve a place and submit in the same breath: [`Answer::Done`].
+    SubmitAtOnce(Box<(Ticket, Submission)>),
+    /// Reserve and submit one after the other until there is no room or one is refused:
+    /// [`Answer::Taken`].
+    Feed(Vec<(Ticket, Submission)>),
+    /// Go over to another policy: [`Answer::Done`].
+    Reload(Box<Policy>),
+    /// Counters and gauges.
+    Metrics,
+    /// The same by class and tenant.
+    Groups,
+    /// Why a request waits, and for how long it has waited for what.
+    Wait(RequestId),
+}
+
+/// What has none.
+#[derive(Serialize, Deserialize)]
+pub enum Order {
     /// Give a reservation back.
     Release(RequestId),
-    /// Submit a request whose place is reserved.
-    Submit(Box<NewRequest>, Reply<Result<(), Refusal>>),
-    /// Reserve a place and submit in the same breath.
-    SubmitAtOnce(Box<(Ticket, NewRequest)>, Reply<Result<(), Refusal>>),
-    /// Reserve and submit one after the other until there is no room or one is refused; answers how
-    /// many were taken, and the refusal.
-    Feed(Vec<(Ticket, NewRequest)>, Reply<(usize, Option<Refusal>)>),
     /// End a request, whatever its state.
     Abort(RequestId),
     /// End every request.
     AbortAll,
-    /// Go over to another policy.
-    Reload(Box<Policy>, Reply<Result<(), Refusal>>),
-    /// Counters and gauges.
-    Metrics(Reply<EngineMetrics>),
-    /// The same by class and tenant.
-    Groups(Reply<Groups>),
-    /// Why a request waits, and for how long it has waited for what.
-    Wait(RequestId, Reply<Option<Wait>>),
+    /// End everything.
+    Shutdown,
+}
+
+/// What a question may be answered with.
+#[derive(Serialize, Deserialize)]
+pub enum Answer {
+    /// It was not done.
+    Refused(Refusal),
+    /// A place is reserved for a request that will be of this class.
+    Reserved(String),
+    /// It was done.
+    Done,
+    /// How many requests were taken, and what the next one was refused for.
+    Taken(u64, Option<Refusal>),
+    /// A snapshot.
+    Metrics(Box<EngineMetrics>),
+    /// A snapshot.
+    Groups(Groups),
+    /// `None`: the request does not wait.
+    Wait(Option<Wait>),
+}
+
+impl From<Result<(), Refusal>> for Answer {
+    fn from(done: Result<(), Refusal>) -> Self {
+        done.map_or_else(Self::Refused, |()| Self::Done)
+    }
+}
+
+/// What the scheduler thread is asked to do.
+pub enum Command {
+    /// By a client.
+    Client(Message),
     /// The executor ran a step.
     StepDone(Step),
     /// The executor raised; the message is for the requests of that step.
     StepFailed(Step, String),
     /// The executor thread has ended, with the reason.
     ExecutorGone(String),
-    /// End everything.
-    Shutdown,
 }

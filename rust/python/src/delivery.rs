@@ -1,10 +1,12 @@
-//! What has been published and not yet taken: merged output, and who is to be woken.
+//! What has been published and not yet taken: merged output, answers, and who is to be woken.
 //!
-//! The scheduler thread publishes once per iteration. A client takes everything that is pending at
-//! once; until it does, iterations merge, so a stalled client costs only the text it has not read. One
-//! byte stands in the wake-up socket exactly while something is pending, so an event loop wakes once
-//! for everything published since it last looked. Nothing here touches Python.
+//! The scheduler thread publishes once per iteration, and answers questions as they come. A client takes
+//! everything that is pending at once; until it does, iterations merge, so a stalled client costs only
+//! the text it has not read. One byte stands in the wake-up socket exactly while something is pending, so
+//! an event loop wakes once for everything published since it last looked. The answer to a blocking call
+//! goes to its caller alone. Nothing here touches Python.
 
+use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::ops::Range;
 use std::os::fd::{AsRawFd, RawFd};
@@ -13,9 +15,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use chairlift_core::output::{Event, OutputBatch};
+use serde::{Deserialize, Serialize};
 
-/// The output of one or more iterations.
-#[derive(Default)]
+use crate::command::{Answer, CallId};
+
+/// The output of one or more iterations, and answers to questions that nobody is blocked for.
+#[derive(Default, Serialize, Deserialize)]
 pub struct Delivery {
     /// What the core said.
     pub batch: OutputBatch,
@@ -23,6 +28,8 @@ pub struct Delivery {
     pub failures: Vec<(Range<usize>, Arc<str>)>,
     /// Iterations that were merged; 0 for what commands alone brought about.
     pub iterations: u64,
+    /// By call, in the order they were given.
+    pub answers: Vec<(CallId, Answer)>,
 }
 
 impl Delivery {
@@ -35,15 +42,20 @@ impl Delivery {
         hit.map(|(_, message)| message)
     }
 
+    fn is_empty(&self) -> bool {
+        self.batch.is_empty() && self.answers.is_empty()
+    }
+
     fn clear(&mut self) {
         self.batch.clear();
         self.failures.clear();
         self.iterations = 0;
+        self.answers.clear();
     }
 
     /// Appends `other`, leaving it empty.
     fn merge(&mut self, other: &mut Self) {
-        if self.batch.is_empty() {
+        if self.is_empty() {
             std::mem::swap(self, other);
             other.clear();
             return;
@@ -77,6 +89,7 @@ impl Delivery {
         self.failures
             .extend(failures.map(|(range, why)| (shifted(&range, events), why)));
         self.iterations += other.iterations;
+        self.answers.append(&mut other.answers);
         other.clear();
     }
 }
@@ -101,12 +114,28 @@ pub enum Until {
     Output,
     /// The end of a request.
     RequestEnd,
+    /// Whatever there is.
+    News,
+}
+
+/// What the other end of a link is told.
+#[derive(Serialize, Deserialize)]
+pub struct News {
+    /// What was published.
+    pub delivery: Option<Delivery>,
+    /// Why the engine serves no longer, if it does not.
+    pub end_reason: Option<Arc<str>>,
+    /// No answer will come any more.
+    pub is_closed: bool,
 }
 
 /// The outbox of an engine's one client.
 pub struct Outbox {
     state: Mutex<State>,
+    /// For whoever waits for output.
     published: Condvar,
+    /// For whoever waits for an answer.
+    answered: Condvar,
     reader: UnixStream,
     writer: UnixStream,
 }
@@ -124,6 +153,10 @@ struct State {
     /// A request's end is among what is pending.
     has_end: bool,
     status: Status,
+    /// No answer will come any more.
+    is_closed: bool,
+    /// Calls that somebody is blocked for, with their answers.
+    blocked: HashMap<CallId, Option<Answer>>,
     /// What the blocked client waits for, if one is blocked.
     waiting: Option<Until>,
     /// An event loop watches the socket.
@@ -137,7 +170,12 @@ struct State {
 impl State {
     fn is_ready(&self, until: Until) -> bool {
         let ended = matches!(self.status, Status::Ended(_));
-        ended || self.has_end || (until == Until::Output && !self.pending.batch.is_empty())
+        let has_output = !self.pending.batch.is_empty();
+        match until {
+            Until::Output => ended || has_output,
+            Until::RequestEnd => ended || self.has_end,
+            Until::News => true, // what is due is news
+        }
     }
 
     /// Whether the blocked client has what it waits for, and whether the byte is to be written.
@@ -157,7 +195,7 @@ impl State {
             // The byte may still be on its way: then it stays due, and the loop wakes once more.
             self.signalled = !matches!((&mut &*reader).read(&mut byte), Ok(1));
         }
-        if self.pending.batch.is_empty() {
+        if self.pending.is_empty() {
             return None;
         }
         self.has_end = false;
@@ -178,12 +216,15 @@ impl Outbox {
                 spare: None,
                 has_end: false,
                 status: Status::Running,
+                is_closed: false,
+                blocked: HashMap::new(),
                 waiting: None,
                 watched: false,
                 signalled: false,
                 wake_ups: 0,
             }),
             published: Condvar::new(),
+            answered: Condvar::new(),
             reader,
             writer,
         })
@@ -196,7 +237,7 @@ impl Outbox {
 
     /// Publishes a delivery and leaves an empty one with its memory. Called by the scheduler thread.
     pub fn publish(&self, delivery: &mut Delivery) {
-        if delivery.batch.is_empty() {
+        if delivery.is_empty() {
             return;
         }
         let has_end = delivery
@@ -210,6 +251,62 @@ impl Outbox {
         let due = state.due();
         drop(state);
         self.wake(&due);
+    }
+
+    /// Gives an answer, to the blocked caller or to whoever takes what is pending.
+    pub fn answer(&self, call: CallId, answer: Answer) {
+        let mut state = self.state();
+        if let Some(place) = state.blocked.get_mut(&call) {
+            *place = Some(answer);
+            drop(state);
+            self.answered.notify_all();
+        } else {
+            state.pending.answers.push((call, answer));
+            let due = state.due();
+            drop(state);
+            self.wake(&due);
+        }
+    }
+
+    /// Somebody will be blocked for the answer to this call, which is about to be made.
+    pub fn expect(&self, call: CallId) {
+        self.state().blocked.insert(call, None);
+    }
+
+    /// Blocks for the answer to an expected call. `None` after `limit`; an error with the reason if there
+    /// will be no answer.
+    pub fn wait_for_answer(
+        &self,
+        call: CallId,
+        limit: Duration,
+    ) -> Option<Result<Answer, Arc<str>>> {
+        let deadline = Instant::now() + limit;
+        let mut state = self.state();
+        loop {
+            let answer = state.blocked.get_mut(&call).and_then(Option::take);
+            if let Some(answer) = answer {
+                state.blocked.remove(&call);
+                return Some(Ok(answer));
+            }
+            if state.is_closed {
+                state.blocked.remove(&call);
+                return Some(Err(match &state.status {
+                    Status::Ended(reason) => Arc::clone(reason),
+                    Status::Running => "the engine has ended".into(),
+                }));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            let result = self.answered.wait_timeout(state, left);
+            state = result.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Nobody will be blocked for this call any more.
+    pub fn forget(&self, call: CallId) {
+        self.state().blocked.remove(&call);
     }
 
     /// Wakes whom [`State::due`] found.
@@ -233,6 +330,44 @@ impl Outbox {
         let due = state.due();
         drop(state);
         self.wake(&due);
+    }
+
+    /// No answer will come any more.
+    pub fn close(&self) {
+        let mut state = self.state();
+        state.is_closed = true;
+        let due = state.due();
+        drop(state);
+        self.wake(&due);
+        self.answered.notify_all();
+    }
+
+    /// Whether no answer will come any more.
+    pub fn is_closed(&self) -> bool {
+        self.state().is_closed
+    }
+
+    /// Blocks until there is something to tell the other end of a link, which knows of the engine's end
+    /// if `end_is_told`.
+    pub fn next_news(&self, end_is_told: bool) -> News {
+        let mut state = self.state();
+        loop {
+            let end_reason = match &state.status {
+                Status::Ended(reason) if !end_is_told => Some(Arc::clone(reason)),
+                _ => None,
+            };
+            if !state.pending.is_empty() || end_reason.is_some() || state.is_closed {
+                return News {
+                    delivery: state.take(&self.reader),
+                    end_reason,
+                    is_closed: state.is_closed,
+                };
+            }
+            state.waiting = Some(Until::News);
+            let result = self.published.wait(state);
+            state = result.unwrap_or_else(PoisonError::into_inner);
+            state.waiting = None;
+        }
     }
 
     /// Whether the engine still serves.
@@ -273,8 +408,7 @@ impl Outbox {
     pub fn watch(&self) -> RawFd {
         let mut state = self.state();
         state.watched = true;
-        let pending = !state.pending.batch.is_empty();
-        if pending || matches!(state.status, Status::Ended(_)) {
+        if !state.pending.is_empty() || matches!(state.status, Status::Ended(_)) {
             let due = state.due();
             drop(state);
             self.wake(&due);

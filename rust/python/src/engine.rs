@@ -5,11 +5,12 @@
 //! Shutting down is idempotent, from any thread: the scheduler aborts what is live and ends, which
 //! disconnects the executor thread.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use chairlift_core::config::{Limits, Settings};
 use chairlift_core::iteration::commit::StepResults;
@@ -17,13 +18,13 @@ use chairlift_core::text::TokenTable;
 use chairlift_core::{Engine, Vocabulary};
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
-use crate::client::{EngineClient, Line};
-use crate::command::{Command, Step};
+use crate::client::{EngineClient, Line, Post};
+use crate::command::{Command, Message, Order, Step};
 use crate::delivery::Outbox;
 use crate::errors::{config_error, misuse, setup_error};
 use crate::executor_thread::{self, ExecutorEnd};
+use crate::link;
 use crate::plan_memory::plan_sets;
 use crate::policy::read_policy;
 use crate::scheduler_thread::{self, SchedulerEnd};
@@ -75,12 +76,16 @@ struct VocabularyView {
     eos_token_ids: Vec<u32>,
 }
 
+const SHUT_DOWN: Command = Command::Client(Message::Tell(Order::Shutdown));
+
 /// A running engine.
 #[pyclass(frozen, module = "chairlift._core")]
 pub struct EngineCore {
     commands: Sender<Command>,
     client: Py<EngineClient>,
-    limits: Arc<Limits>,
+    outbox: Arc<Outbox>,
+    settings: Settings,
+    eos_token_ids: Vec<u32>,
     executor_end: Mutex<Option<ExecutorEnd>>,
     scheduler: Mutex<Option<JoinHandle<()>>>,
     is_shut_down: AtomicBool,
@@ -90,9 +95,15 @@ pub struct EngineCore {
 #[pymethods]
 impl EngineCore {
     /// Starts the scheduler thread. `settings` and `vocabulary` are objects with the attributes of
-    /// `chairlift.engine_args.CoreSettings` and `chairlift.engine.CoreVocabulary`.
+    /// `chairlift.engine_args.CoreSettings` and `chairlift.engine.CoreVocabulary`. A step that takes
+    /// longer than `step_timeout` seconds ends the engine.
     #[new]
-    fn new(settings: &Bound<'_, PyAny>, vocabulary: &Bound<'_, PyAny>) -> PyResult<Self> {
+    #[pyo3(signature = (settings, vocabulary, *, step_timeout = None))]
+    fn new(
+        settings: &Bound<'_, PyAny>,
+        vocabulary: &Bound<'_, PyAny>,
+        step_timeout: Option<u32>,
+    ) -> PyResult<Self> {
         let py = settings.py();
         let settings = read_settings(settings)?;
         let limits = Arc::new(validate(&settings)?);
@@ -114,6 +125,7 @@ impl EngineCore {
             outbox: Arc::clone(&outbox),
             ring: ring.collect(),
             epoch,
+            step_timeout: step_timeout.map(|seconds| Duration::from_secs(seconds.into())),
         };
         let executor_end = ExecutorEnd {
             steps,
@@ -121,19 +133,19 @@ impl EngineCore {
             num_sets,
             vocab_size: limits.vocab_size(),
         };
-        let scheduler = py.detach(|| start_scheduler(settings, vocabulary, end))?;
-        let client = EngineClient::new(Line {
-            commands: commands.clone(),
-            outbox,
-            next_id: AtomicU64::new(1),
-            limits: Arc::clone(&limits),
-            eos_token_ids,
-            epoch,
-        });
+        let scheduler = py.detach(|| start_scheduler(settings.clone(), vocabulary, end))?;
+        let client = EngineClient::new(Line::new(
+            Post::Here(commands.clone()),
+            Arc::clone(&outbox),
+            limits,
+            eos_token_ids.clone(),
+        ));
         Ok(Self {
             commands,
             client: Py::new(py, client)?,
-            limits,
+            outbox,
+            settings,
+            eos_token_ids,
             executor_end: Mutex::new(Some(executor_end)),
             scheduler: Mutex::new(Some(scheduler)),
             is_shut_down: AtomicBool::new(false),
@@ -162,11 +174,19 @@ impl EngineCore {
         }
     }
 
+    /// Serves a client in another process, at the other end of a socket that it takes over, until that is
+    /// gone; then the engine ends. What it says goes there alone.
+    fn serve(&self, py: Python<'_>, fd: RawFd) -> PyResult<()> {
+        let (settings, eos) = (&self.settings, &self.eos_token_ids);
+        py.detach(|| link::serve(fd, settings, eos, &self.commands, &self.outbox))?;
+        Ok(())
+    }
+
     /// Aborts what is live and ends the scheduler thread; the executor thread ends after its step.
     /// Idempotent. The scheduler thread never needs the GIL, so this cannot dead-lock.
     fn shutdown(&self, py: Python<'_>) {
         self.is_shut_down.store(true, Ordering::Release);
-        let _ = self.commands.send(Command::Shutdown); // it may have ended already
+        let _ = self.commands.send(SHUT_DOWN); // it may have ended already
         let handle = self
             .scheduler
             .lock()
@@ -187,36 +207,12 @@ impl EngineCore {
     fn now(&self) -> f64 {
         self.epoch.elapsed().as_secs_f64()
     }
-
-    /// The numbers the engine runs with, after validation.
-    #[getter]
-    fn limits<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let limits = &self.limits;
-        let dict = PyDict::new(py);
-        let entries = [
-            ("max_num_seqs", limits.max_num_seqs()),
-            ("max_num_batched_tokens", limits.max_num_batched_tokens()),
-            ("max_model_len", limits.max_model_len()),
-            ("requested_max_model_len", limits.requested_max_model_len()),
-            ("max_chunk_tokens", limits.max_chunk_tokens()),
-            ("block_size", limits.block_size()),
-            ("num_kv_blocks", limits.num_kv_blocks()),
-            ("watermark_blocks", limits.watermark_blocks()),
-            ("max_queued_requests", limits.max_queued_requests()),
-            ("vocab_size", limits.vocab_size()),
-            ("max_in_flight_steps", limits.max_in_flight_steps()),
-        ];
-        for (name, value) in entries {
-            dict.set_item(name, value)?;
-        }
-        Ok(dict)
-    }
 }
 
 impl Drop for EngineCore {
     fn drop(&mut self) {
         // Nobody can use the engine any more; the threads end by themselves.
-        let _ = self.commands.send(Command::Shutdown);
+        let _ = self.commands.send(SHUT_DOWN);
     }
 }
 

@@ -4,83 +4,117 @@
 //! from `ValueError`; they are looked up once. Each exception carries the stable `code` of the Rust
 //! error it stands for. Nothing here depends on the wording of a message.
 
-use std::sync::Arc;
-
 use chairlift_core::error::{ConfigError, SubmitError};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyType};
+use serde::{Deserialize, Serialize};
 
-/// Why a command of a client was not carried out.
-#[derive(Clone, Debug)]
-pub enum Refusal {
-    /// The request itself, or what the gate promised to others.
-    Submit(SubmitError),
-    /// The settings.
-    Config(ConfigError),
-    /// The engine no longer runs; says why.
-    Dead(Arc<str>),
+/// Why something that a client asked for was not done: an exception of Python, as plain data.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Refusal {
+    class: ErrorClass,
+    message: String,
+    code: String,
+    retry_after_us: Option<u64>,
 }
 
 impl Refusal {
+    /// The engine no longer runs; says why.
+    pub fn dead(reason: &str) -> Self {
+        Self {
+            class: ErrorClass::EngineDead,
+            message: reason.to_owned(),
+            code: "engine_dead".to_owned(),
+            retry_after_us: None,
+        }
+    }
+
     /// Whether there is no place in the queue now, for nobody or for the likes of this request.
     pub fn is_full_queue(&self) -> bool {
-        match self {
-            Self::Submit(error) => python_class(error) == QUEUE_FULL,
-            _ => false,
-        }
+        self.class == ErrorClass::QueueFull
     }
 }
 
 impl From<SubmitError> for Refusal {
     fn from(error: SubmitError) -> Self {
-        Self::Submit(error)
+        Self {
+            class: ErrorClass::of(&error),
+            message: error.to_string(),
+            code: error.code().to_owned(),
+            retry_after_us: error.retry_after_us(),
+        }
     }
 }
 
 impl From<ConfigError> for Refusal {
     fn from(error: ConfigError) -> Self {
-        Self::Config(error)
+        Self {
+            class: ErrorClass::Config,
+            message: error.to_string(),
+            code: error.code().to_owned(),
+            retry_after_us: None,
+        }
     }
 }
 
 impl From<Refusal> for PyErr {
     fn from(refusal: Refusal) -> Self {
-        match refusal {
-            Refusal::Submit(error) => raise(
-                python_class(&error),
-                &error.to_string(),
-                error.code(),
-                error.retry_after_us(),
-            ),
-            Refusal::Config(error) => config_error(&error),
-            Refusal::Dead(reason) => raise("EngineDeadError", &reason, "engine_dead", None),
-        }
+        raise(
+            refusal.class.name(),
+            &refusal.message,
+            &refusal.code,
+            refusal.retry_after_us,
+        )
     }
 }
 
-const QUEUE_FULL: &str = "QueueFullError";
+/// The classes of `chairlift.errors` that an engine's answers are raised as: one for each way of
+/// treating them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum ErrorClass {
+    InvalidRequest,
+    ContextLength,
+    QueueFull,
+    RateLimit,
+    Overloaded,
+    Config,
+    EngineDead,
+}
 
-/// The class of `chairlift.errors` for a kind of refusal: one for each way of treating it.
-fn python_class(error: &SubmitError) -> &'static str {
-    match error {
-        SubmitError::QueueFull { .. }
-        | SubmitError::TokensFull { .. }
-        | SubmitError::ClassFull { .. }
-        | SubmitError::TenantFull { .. } => QUEUE_FULL,
-        SubmitError::RateExceeded { .. }
-        | SubmitError::TtftUnreachable { .. }
-        | SubmitError::PromiseUnkeepable { .. } => "RateLimitError",
-        SubmitError::Shedding { .. } => "OverloadedError",
-        SubmitError::PromptTooLong { .. } => "ContextLengthError",
-        SubmitError::EmptyPrompt
-        | SubmitError::TokenOutOfRange { .. }
-        | SubmitError::InvalidParameter { .. }
-        | SubmitError::TooManyAnswers { .. }
-        | SubmitError::UnknownClass { .. }
-        | SubmitError::DuplicateRequest { .. }
-        | SubmitError::NoReservation { .. } => "InvalidRequestError",
+impl ErrorClass {
+    fn of(error: &SubmitError) -> Self {
+        match error {
+            SubmitError::QueueFull { .. }
+            | SubmitError::TokensFull { .. }
+            | SubmitError::ClassFull { .. }
+            | SubmitError::TenantFull { .. } => Self::QueueFull,
+            SubmitError::RateExceeded { .. }
+            | SubmitError::TtftUnreachable { .. }
+            | SubmitError::PromiseUnkeepable { .. } => Self::RateLimit,
+            SubmitError::Shedding { .. } => Self::Overloaded,
+            SubmitError::PromptTooLong { .. } => Self::ContextLength,
+            SubmitError::EmptyPrompt
+            | SubmitError::TokenOutOfRange { .. }
+            | SubmitError::InvalidParameter { .. }
+            | SubmitError::TooManyAnswers { .. }
+            | SubmitError::UnknownClass { .. }
+            | SubmitError::DuplicateRequest { .. }
+            | SubmitError::NoReservation { .. } => Self::InvalidRequest,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::InvalidRequest => "InvalidRequestError",
+            Self::ContextLength => "ContextLengthError",
+            Self::QueueFull => "QueueFullError",
+            Self::RateLimit => "RateLimitError",
+            Self::Overloaded => "OverloadedError",
+            Self::Config => "ConfigError",
+            Self::EngineDead => "EngineDeadError",
+        }
     }
 }
 

@@ -6,6 +6,7 @@ use chairlift_core::metrics::{GroupMetrics, Histogram, TIME_BOUNDS_US};
 use chairlift_core::request::{WaitReason, WaitTimes};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use serde::{Deserialize, Serialize};
 
 /// Upper bounds of the buckets of all histograms, in seconds; the last bucket has none.
 #[pyfunction]
@@ -14,6 +15,7 @@ pub fn time_bounds() -> Vec<f64> {
 }
 
 /// A snapshot of all groups.
+#[derive(Serialize, Deserialize)]
 pub struct Groups {
     classes: Vec<(String, GroupMetrics)>,
     tenants: Vec<(String, GroupMetrics)>,
@@ -21,6 +23,7 @@ pub struct Groups {
 }
 
 /// A tenant's share, over all classes.
+#[derive(Serialize, Deserialize)]
 struct TenantShare {
     tenant: String,
     weight: f64,
@@ -30,16 +33,16 @@ struct TenantShare {
 }
 
 /// Why a request waits.
+#[derive(Serialize, Deserialize)]
 pub struct Wait {
-    /// Name of the reason.
-    pub reason: &'static str,
+    /// The reason.
+    pub reason: WaitReason,
     /// What it has waited for.
     pub times: WaitTimes,
 }
 
 impl From<(WaitReason, WaitTimes)> for Wait {
     fn from((reason, times): (WaitReason, WaitTimes)) -> Self {
-        let reason = reason.name();
         Self { reason, times }
     }
 }

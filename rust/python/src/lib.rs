@@ -3,12 +3,14 @@
 //! Two threads meet here. The scheduler thread (`scheduler_thread`) owns the core and never attaches to
 //! Python; the executor thread (`executor_thread`) is a Python thread that runs steps. Plans go over in
 //! memory that both can see (`plan_memory`, `plan_views`), results come back as arrays (`step_result`),
-//! and clients take everything an iteration has to say in one batch (`delivery`, `batch`, `client`).
+//! and clients take everything an iteration has to say in one batch (`delivery`, `batch`, `client`),
+//! also from another process (`link`).
 //!
 //! Beside all that, `simulate` runs the core under a virtual clock.
 //!
 //! No Python call and no drop of a Python object happens under a lock.
 
+mod answer;
 mod batch;
 mod client;
 mod command;
@@ -18,6 +20,7 @@ mod errors;
 mod executor_thread;
 mod groups;
 mod kernels;
+mod link;
 mod metrics;
 mod numpy;
 mod plan_memory;

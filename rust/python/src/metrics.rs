@@ -3,9 +3,10 @@
 use chairlift_core::metrics::Metrics;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use serde::{Deserialize, Serialize};
 
 /// A snapshot.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct EngineMetrics {
     /// The core's counters and gauges.
     pub core: Metrics,

@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use chairlift_core::config::policy::DEFAULT_TENANT;
-use chairlift_core::request::{NewRequest, RequestId, SamplingParams, StopParams, Ticket, Time};
+use chairlift_core::request::{NewRequest, RequestId, SamplingParams, StopParams, Ticket};
 use chairlift_core::text::{StopStrings, StopText};
 use pyo3::prelude::*;
 
+use crate::command::Submission;
 use crate::errors::invalid_request;
 use crate::policy::microseconds;
 
@@ -77,15 +78,19 @@ pub struct Request {
 }
 
 impl Request {
-    /// The request under a name of its own, submitted `now`.
-    pub fn named(&self, id: RequestId, now: Time) -> (Ticket, NewRequest) {
-        let deadline = self.args.deadline.map(microseconds);
+    /// The request under a name of its own, with its ticket.
+    pub fn named(&self, id: RequestId) -> (Ticket, Submission) {
         let request = NewRequest {
             id,
-            deadline: deadline.map(|left_us| Time(now.0.saturating_add(left_us))),
             ..self.prototype.clone()
         };
-        (self.args.clone().ticket(id, request.sampling.n), request)
+        let ticket = self.args.clone().ticket(id, request.sampling.n);
+        let time_left_us = self.args.deadline.map(microseconds);
+        let submission = Submission {
+            request,
+            time_left_us,
+        };
+        (ticket, submission)
     }
 }
 
@@ -138,7 +143,7 @@ impl Request {
                 },
                 cache_salt,
                 priority: args.priority,
-                deadline: None, // set by each submission
+                deadline: None, // told from its arrival
             },
             args,
         })

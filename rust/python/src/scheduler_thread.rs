@@ -16,9 +16,9 @@ use std::time::{Duration, Instant};
 
 use chairlift_core::Engine;
 use chairlift_core::config::policy::Policy;
-use chairlift_core::request::{NewRequest, Ticket, Time};
+use chairlift_core::request::{NewRequest, RequestId, Ticket, Time};
 
-use crate::command::{Command, Step, recv_soon};
+use crate::command::{Answer, Command, Message, Order, Question, Step, Submission, recv_soon};
 use crate::delivery::{Delivery, Outbox};
 use crate::errors::Refusal;
 use crate::groups::{Groups, Wait};
@@ -36,6 +36,8 @@ pub struct SchedulerEnd {
     pub ring: VecDeque<Step>,
     /// Zero of the engine's clock.
     pub epoch: Instant,
+    /// How long a step may take.
+    pub step_timeout: Option<Duration>,
 }
 
 /// Serves until the engine is shut down.
@@ -60,6 +62,7 @@ impl Drop for Obituary {
         } else {
             SHUT_DOWN
         });
+        self.0.close();
     }
 }
 
@@ -119,23 +122,27 @@ impl Scheduler {
             if self.timer_is_due() {
                 self.engine.on_time(self.now());
             }
+            self.watch_step();
             self.plan();
         }
         self.deliver(None);
     }
 
-    /// The next command, or `None` when a timer of the core is due.
+    /// The next command, or `None` when a timer of the core is due or the step should be back.
     fn sleep(&self) -> Option<Command> {
         // A step of a small model may be back at once; without one nothing is expected.
         let patience = self.in_flight.as_ref().map_or(Duration::ZERO, |_| PATIENCE);
         let timer = self.engine.next_wake();
         // A timer beyond what the clock can tell never fires.
-        let limit = timer.and_then(|at| self.end.epoch.checked_add(Duration::from_micros(at.0)));
+        let timer = timer.and_then(|at| self.end.epoch.checked_add(Duration::from_micros(at.0)));
+        let limit = timer.into_iter().chain(self.step_is_late_at()).min();
         match recv_soon(&self.end.commands, patience, limit) {
             Ok(command) => Some(command),
             Err(RecvTimeoutError::Timeout) => None,
             // Every other end is gone: nobody is left to serve.
-            Err(RecvTimeoutError::Disconnected) => Some(Command::Shutdown),
+            Err(RecvTimeoutError::Disconnected) => {
+                Some(Command::Client(Message::Tell(Order::Shutdown)))
+            }
         }
     }
 
@@ -148,41 +155,49 @@ impl Scheduler {
     fn serve(&mut self, command: Command) {
         let now = self.now();
         match command {
-            Command::Reserve(ticket, reply) => {
-                let _ = reply.send(self.reserve(now, ticket));
+            Command::Client(Message::Ask(call, question)) => {
+                let answer = self.answer(now, question);
+                self.end.outbox.answer(call, answer);
             }
-            Command::Release(id) => self.engine.release(id),
-            Command::Submit(request, reply) => {
-                let _ = reply.send(self.submit(now, *request));
-            }
-            Command::SubmitAtOnce(request, reply) => {
-                let (ticket, request) = *request;
-                let reserved = self.reserve(now, ticket);
-                let _ = reply.send(reserved.and_then(|()| self.submit(now, request)));
-            }
-            Command::Feed(requests, reply) => {
-                let _ = reply.send(self.feed(now, requests));
-            }
-            Command::Abort(id) => {
-                self.engine.abort(now, id);
-            }
-            Command::AbortAll => self.engine.abort_all(now),
-            Command::Reload(policy, reply) => {
-                let _ = reply.send(self.reload(now, &policy));
-            }
-            Command::Metrics(reply) => {
-                let _ = reply.send(self.metrics());
-            }
-            Command::Groups(reply) => {
-                let _ = reply.send(Groups::of(&self.engine));
-            }
-            Command::Wait(id, reply) => {
-                let _ = reply.send(self.engine.wait(now, id).map(Wait::from));
-            }
+            Command::Client(Message::Tell(order)) => self.obey(now, &order),
             Command::StepDone(step) => self.step_done(now, step),
             Command::StepFailed(step, why) => self.step_failed(now, step, &why),
             Command::ExecutorGone(why) => self.executor_gone(now, &why),
-            Command::Shutdown => self.shut_down(now),
+        }
+    }
+
+    fn answer(&mut self, now: Time, question: Question) -> Answer {
+        match question {
+            Question::Reserve(ticket) => {
+                let id = ticket.id;
+                match self.reserve(now, ticket) {
+                    Ok(()) => Answer::Reserved(self.reserved_class(id)),
+                    Err(refusal) => Answer::Refused(refusal),
+                }
+            }
+            Question::Submit(submission) => self.submit(now, submission.arrived(now)).into(),
+            Question::SubmitAtOnce(both) => {
+                let (ticket, submission) = *both;
+                let reserved = self.reserve(now, ticket);
+                let submitted = reserved.and_then(|()| self.submit(now, submission.arrived(now)));
+                submitted.into()
+            }
+            Question::Feed(submissions) => self.feed(now, submissions),
+            Question::Reload(policy) => self.reload(now, &policy).into(),
+            Question::Metrics => Answer::Metrics(Box::new(self.metrics())),
+            Question::Groups => Answer::Groups(Groups::of(&self.engine)),
+            Question::Wait(id) => Answer::Wait(self.engine.wait(now, id).map(Wait::from)),
+        }
+    }
+
+    fn obey(&mut self, now: Time, order: &Order) {
+        match *order {
+            Order::Release(id) => self.engine.release(id),
+            Order::Abort(id) => {
+                self.engine.abort(now, id);
+            }
+            Order::AbortAll => self.engine.abort_all(now),
+            Order::Shutdown => self.shut_down(now),
         }
     }
 
@@ -197,7 +212,7 @@ impl Scheduler {
 
     fn reserve(&mut self, now: Time, ticket: Ticket) -> Result<(), Refusal> {
         match &self.dead {
-            Some(reason) => Err(Refusal::Dead(Arc::clone(reason))),
+            Some(reason) => Err(Refusal::dead(reason)),
             None => Ok(self.engine.reserve(now, ticket)?),
         }
     }
@@ -206,7 +221,7 @@ impl Scheduler {
         let id = request.id;
         if let Some(reason) = &self.dead {
             self.engine.release(id);
-            return Err(Refusal::Dead(Arc::clone(reason)));
+            return Err(Refusal::dead(reason));
         }
         self.engine.submit(now, request)?;
         Ok(())
@@ -214,24 +229,50 @@ impl Scheduler {
 
     fn reload(&mut self, now: Time, policy: &Policy) -> Result<(), Refusal> {
         match &self.dead {
-            Some(reason) => Err(Refusal::Dead(Arc::clone(reason))),
+            Some(reason) => Err(Refusal::dead(reason)),
             None => Ok(self.engine.reload(now, policy)?),
         }
     }
 
-    fn feed(&mut self, now: Time, requests: Vec<(Ticket, NewRequest)>) -> (usize, Option<Refusal>) {
+    fn reserved_class(&self, id: RequestId) -> String {
+        self.engine.reserved_class(id).unwrap_or_default().to_owned()
+    }
+
+    fn feed(&mut self, now: Time, submissions: Vec<(Ticket, Submission)>) -> Answer {
         let mut taken = 0;
-        for (ticket, request) in requests {
+        for (ticket, submission) in submissions {
             if self.dead.is_none() && !self.engine.has_room(ticket.n) {
                 break;
             }
             let reserved = self.reserve(now, ticket);
-            if let Err(refusal) = reserved.and_then(|()| self.submit(now, request)) {
-                return (taken, Some(refusal));
+            let submitted = reserved.and_then(|()| self.submit(now, submission.arrived(now)));
+            if let Err(refusal) = submitted {
+                return Answer::Taken(taken, Some(refusal));
             }
             taken += 1;
         }
-        (taken, None)
+        Answer::Taken(taken, None)
+    }
+
+    /// When the step in flight has taken longer than a step may.
+    fn step_is_late_at(&self) -> Option<Instant> {
+        let flight = self.in_flight.as_ref()?;
+        flight.since.checked_add(self.end.step_timeout?)
+    }
+
+    /// Gives the executor up if its step does not come back.
+    fn watch_step(&mut self) {
+        let late = self.step_is_late_at().filter(|&at| at <= Instant::now());
+        if let (Some(_), Some(flight), Some(limit)) =
+            (late, &self.in_flight, self.end.step_timeout)
+        {
+            let why = format!(
+                "the executor has not returned from step {} for {} s (step_timeout)",
+                flight.step,
+                limit.as_secs_f64()
+            );
+            self.executor_gone(self.now(), &why);
+        }
     }
 
     /// Plans the next step unless one is in flight, and hands it to the executor thread.

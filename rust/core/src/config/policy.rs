@@ -16,6 +16,7 @@ pub const DEFAULT_TENANT: &str = "default";
 
 /// What a waiting request gets when its maximum queue time is over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum OnTimeout {
     /// It ends, with a clear error.
     #[default]
@@ -26,6 +27,7 @@ pub enum OnTimeout {
 
 /// What a waiting request gets that will certainly miss its deadline or TTFT target.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum OnDoomed {
     /// It keeps its place.
     #[default]
@@ -38,6 +40,7 @@ pub enum OnDoomed {
 
 /// A class of requests: what they were promised.
 #[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ClassSettings {
     /// Its name.
     pub name: String,
@@ -84,6 +87,7 @@ impl ClassSettings {
 
 /// A tenant: its share and its bounds.
 #[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct TenantSettings {
     /// Share of service among the tenants of a class.
     pub weight: f64,
@@ -117,6 +121,7 @@ impl Default for TenantSettings {
 
 /// How siblings (classes of a level, tenants of a class, users of a tenant) share.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Sharing {
     /// All requests of a level form one flow.
     #[default]
@@ -127,6 +132,7 @@ pub enum Sharing {
 
 /// What service costs.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Price {
     /// So much for each token.
     Tokens {
@@ -154,6 +160,7 @@ impl Default for Price {
 
 /// Who is next among the requests of one flow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Order {
     /// The oldest.
     #[default]
@@ -170,6 +177,7 @@ pub enum Order {
 
 /// When newcomers may join those that run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Join {
     /// At every iteration.
     #[default]
@@ -188,6 +196,7 @@ pub enum Join {
 
 /// Overload: when waiting requests are shed, and until when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Shedding {
     /// Predicted time to serve all that waits above which shedding begins, in microseconds.
     pub above_us: u64,
@@ -197,6 +206,7 @@ pub struct Shedding {
 
 /// Classes, tenants, and how the waiting queue treats them.
 #[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Policy {
     /// The classes; requests that name none, of tenants that name none, are of the first.
     pub classes: Vec<ClassSettings>,

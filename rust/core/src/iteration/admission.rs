@@ -59,6 +59,7 @@ impl Ledger {
         self.outputs.events.push(Event::Scheduled {
             request: id,
             num_cached_tokens,
+            queue_time_us,
         });
     }
 

@@ -12,7 +12,7 @@ use crate::config::policy::ClassId;
 use crate::error::SubmitError;
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::{Ledger, Reserved};
-use crate::request::{Finish, Ticket, Time};
+use crate::request::{Finish, RequestId, Ticket, Time};
 use crate::waiting::gate::{Bounds, Doors, Full, Place};
 use crate::waiting::tenants::TenantKey;
 
@@ -61,6 +61,12 @@ impl Ledger {
         }
     }
 
+    /// Name of the class that a request with a reserved place will be served as.
+    pub(crate) fn reserved_class(&self, id: RequestId) -> Option<&str> {
+        let reserved = self.reserved.get(&id)?;
+        Some(&self.rules.class(reserved.class).name)
+    }
+
     /// Counts a request that its class and tenant are known of.
     pub(crate) fn count_rejected(&mut self, class: ClassId, tenant: TenantKey) {
         self.classes[class.0 as usize].metrics.rejected += 1;
@@ -77,7 +83,7 @@ impl Ledger {
     }
 
     /// Gives a reserved place back; false if there is none.
-    pub(crate) fn release(&mut self, id: crate::request::RequestId) -> bool {
+    pub(crate) fn release(&mut self, id: RequestId) -> bool {
         match self.reserved.remove(&id) {
             None => false,
             Some(reserved) => {

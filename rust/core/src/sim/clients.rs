@@ -117,6 +117,7 @@ impl<'a> Clients<'a> {
                 Event::Scheduled {
                     request,
                     num_cached_tokens,
+                    ..
                 } => self.scheduled(self.index(*request), *num_cached_tokens, now_us),
                 Event::Output(output) => {
                     let index = self.index(output.request);

@@ -24,6 +24,7 @@ const ROOT: u32 = 0;
 
 /// Whether the delivered text keeps the stop string that ended it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum StopText {
     /// The text ends just before the stop string.
     #[default]
@@ -41,11 +42,38 @@ pub struct StopMatch {
 
 /// The stop strings of a request, compiled; immutable, to be shared behind an `Arc`.
 #[derive(Clone, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(try_from = "StopSource", into = "StopSource"))]
 pub struct StopStrings {
     strings: Vec<Box<str>>,
     /// Breadth first: the children of a node are neighbours, ordered by byte.
     nodes: Vec<Node>,
     text: StopText,
+}
+
+/// What [`StopStrings`] are compiled of, which is how they travel.
+#[cfg(feature = "serde")]
+#[derive(serde::Serialize, serde::Deserialize)]
+struct StopSource {
+    strings: Vec<Box<str>>,
+    text: StopText,
+}
+
+#[cfg(feature = "serde")]
+impl From<StopStrings> for StopSource {
+    fn from(compiled: StopStrings) -> Self {
+        let StopStrings { strings, text, .. } = compiled;
+        Self { strings, text }
+    }
+}
+
+#[cfg(feature = "serde")]
+impl TryFrom<StopSource> for StopStrings {
+    type Error = StopStringsError;
+
+    fn try_from(source: StopSource) -> Result<Self, Self::Error> {
+        Self::new(&source.strings, source.text)
+    }
 }
 
 /// One prefix of one or more stop strings.
