@@ -344,7 +344,12 @@ CHATS = [[{"role": "user", "content": content}] for content in "ab"]
             "token id 258 in prompt is outside the vocabulary of 258",
         ),
         ([1, -2], None, InvalidRequestError, "token ids are integers from 0; -2 is not"),
-        ({"text": "a"}, None, InvalidRequestError, "either 'prompt' or 'prompt_token_ids'"),
+        (
+            {"text": "a"},
+            None,
+            InvalidRequestError,
+            "one of 'prompt', 'prompt_token_ids' and 'messages'",
+        ),
         (5.0, None, InvalidRequestError, "text or a list of token ids, not float"),
         (
             "a",

@@ -221,7 +221,7 @@ class LocalEngine(Engine):
                 vocab_size=parts.vocab_size,
             )
             self.core = _core.EngineCore(
-                settings, _vocabulary(parts), step_timeout=args.step_timeout
+                settings, _vocabulary(parts), step_timeout=args.step_timeout or None
             )
         except BaseException:
             self._thread.run_steps(None)

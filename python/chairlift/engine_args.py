@@ -19,7 +19,7 @@ DEFAULT_MAX_MODEL_LEN = 8_192
 _MOST_KV_BLOCKS = 2**26
 """The core's MAX_KV_BLOCKS: what stands for a pool whose size is not known yet."""
 _KINDS = {"str": str, "int": int, "bool": bool}
-_POSITIVE = ("kv_cache_memory", "num_threads", "step_timeout")
+_POSITIVE = ("kv_cache_memory", "num_threads")
 _LARGEST = {
     "kv_cache_memory": 2**63 - 1,
     "max_queued_tokens": 2**63 - 1,
@@ -50,7 +50,7 @@ class EngineOptions(TypedDict, total=False):
     max_queued_requests: int
     max_queued_tokens: int | None
     max_in_flight_steps: int
-    step_timeout: int | None
+    step_timeout: int
     attention_backend: str
     num_threads: int | None
     max_logprobs: int
@@ -104,8 +104,8 @@ class EngineArgs:
     """Most prompt tokens that wait; None: no bound."""
     max_in_flight_steps: int = 1
     """Most steps that the executor has at once; 1 is all that there is today."""
-    step_timeout: int | None = 300
-    """Seconds after which a step that has not come back ends the engine; None: never."""
+    step_timeout: int = 300
+    """Seconds after which a step that has not come back ends the engine; 0: never."""
     attention_backend: str = "cpu"
     """``cpu`` (the Rust kernel) or ``reference`` (plain PyTorch)."""
     num_threads: int | None = None

@@ -12,11 +12,10 @@ impl Answer {
         match self {
             Self::Refused(refusal) => Ok(PyErr::from(refusal.clone()).into_value(py).into_any()),
             Self::Reserved(class) => class.into_py_any(py),
-            Self::Done => Ok(py.None()),
+            Self::Done | Self::Wait(None) => Ok(py.None()),
             Self::Taken(count, _) => count.into_py_any(py),
             Self::Metrics(metrics) => metrics.to_dict(py)?.into_py_any(py),
             Self::Groups(groups) => groups.to_dict(py)?.into_py_any(py),
-            Self::Wait(None) => Ok(py.None()),
             Self::Wait(Some(wait)) => {
                 (wait.reason.name(), wait_times(py, wait.times)?).into_py_any(py)
             }

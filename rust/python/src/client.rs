@@ -19,7 +19,7 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::batch::OutputBatch;
 use crate::command::{Answer, CallId, Command, Message, Order, Question};
-use crate::delivery::{Outbox, Status, Until};
+use crate::delivery::{Outbox, Until};
 use crate::errors::{Refusal, misuse};
 use crate::link;
 use crate::policy::read_policy;
@@ -110,7 +110,9 @@ impl Line {
                 Some(Ok(Answer::Refused(refusal))) => return Err(refusal.into()),
                 Some(Ok(answer)) => return Ok(answer),
                 Some(Err(reason)) => return Err(Refusal::dead(&reason).into()),
-                None => py.check_signals().inspect_err(|_| self.outbox.forget(call))?,
+                None => py
+                    .check_signals()
+                    .inspect_err(|_| self.outbox.forget(call))?,
             }
         }
     }
@@ -199,12 +201,11 @@ impl EngineClient {
         request: &Request,
         reservation: Option<&Reservation>,
     ) -> PyResult<u64> {
-        let (id, question) = match reservation {
-            Some(reservation) => (reservation.ticket.id, reservation.question(request)?),
-            None => {
-                let named = request.named(self.line.fresh_id());
-                (named.0.id, Question::SubmitAtOnce(Box::new(named)))
-            }
+        let (id, question) = if let Some(reservation) = reservation {
+            (reservation.ticket.id, reservation.question(request)?)
+        } else {
+            let named = request.named(self.line.fresh_id());
+            (named.0.id, Question::SubmitAtOnce(Box::new(named)))
         };
         self.line.ask(py, question)?;
         Ok(id.0)
@@ -275,11 +276,11 @@ impl EngineClient {
             if let Some(delivery) = py.detach(|| outbox.wait(until, slice)) {
                 return Ok(Some(self.batch(delivery)));
             }
-            if let Status::Ended(reason) = outbox.status() {
+            if let Some(reason) = outbox.status().end_reason() {
                 // What was published before the end is taken first.
                 return match outbox.take() {
                     Some(delivery) => Ok(Some(self.batch(delivery))),
-                    None => Err(Refusal::dead(&reason).into()),
+                    None => Err(Refusal::dead(reason).into()),
                 };
             }
             py.check_signals()?;
@@ -305,16 +306,17 @@ impl EngineClient {
     /// Why the engine has ended, or `None` while it runs.
     #[getter]
     fn end_reason(&self) -> Option<String> {
-        match self.line.outbox.status() {
-            Status::Running => None,
-            Status::Ended(reason) => Some(reason.to_string()),
-        }
+        self.line
+            .outbox
+            .status()
+            .end_reason()
+            .map(ToString::to_string)
     }
 
     /// Whether nothing will answer any more: an engine that has ended may still.
     #[getter]
     fn is_closed(&self) -> bool {
-        self.line.outbox.is_closed()
+        self.line.outbox.status().is_closed()
     }
 
     /// Times `fileno` was made readable.

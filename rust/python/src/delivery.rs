@@ -103,8 +103,25 @@ fn shifted(range: &Range<usize>, by: usize) -> Range<usize> {
 pub enum Status {
     /// It does.
     Running,
-    /// It does not, for this reason.
+    /// It does not, for this reason; it still answers.
     Ended(Arc<str>),
+    /// Nobody answers any more.
+    Closed(Arc<str>),
+}
+
+impl Status {
+    /// Why the engine serves no longer.
+    pub fn end_reason(&self) -> Option<&Arc<str>> {
+        match self {
+            Self::Running => None,
+            Self::Ended(reason) | Self::Closed(reason) => Some(reason),
+        }
+    }
+
+    /// Whether no answer will come any more.
+    pub fn is_closed(&self) -> bool {
+        matches!(self, Self::Closed(_))
+    }
 }
 
 /// What a blocked client waits for.
@@ -153,8 +170,6 @@ struct State {
     /// A request's end is among what is pending.
     has_end: bool,
     status: Status,
-    /// No answer will come any more.
-    is_closed: bool,
     /// Calls that somebody is blocked for, with their answers.
     blocked: HashMap<CallId, Option<Answer>>,
     /// What the blocked client waits for, if one is blocked.
@@ -169,7 +184,7 @@ struct State {
 
 impl State {
     fn is_ready(&self, until: Until) -> bool {
-        let ended = matches!(self.status, Status::Ended(_));
+        let ended = self.status.end_reason().is_some();
         let has_output = !self.pending.batch.is_empty();
         match until {
             Until::Output => ended || has_output,
@@ -216,7 +231,6 @@ impl Outbox {
                 spare: None,
                 has_end: false,
                 status: Status::Running,
-                is_closed: false,
                 blocked: HashMap::new(),
                 waiting: None,
                 watched: false,
@@ -288,12 +302,10 @@ impl Outbox {
                 state.blocked.remove(&call);
                 return Some(Ok(answer));
             }
-            if state.is_closed {
+            if let Status::Closed(reason) = &state.status {
+                let reason = Arc::clone(reason);
                 state.blocked.remove(&call);
-                return Some(Err(match &state.status {
-                    Status::Ended(reason) => Arc::clone(reason),
-                    Status::Running => "the engine has ended".into(),
-                }));
+                return Some(Err(reason));
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -323,28 +335,27 @@ impl Outbox {
 
     /// The engine serves no longer; the first reason stays.
     pub fn end(&self, reason: &str) {
-        let mut state = self.state();
-        if matches!(state.status, Status::Running) {
-            state.status = Status::Ended(reason.into());
-        }
-        let due = state.due();
-        drop(state);
-        self.wake(&due);
+        self.go_over(|status| match status {
+            Status::Running => Status::Ended(reason.into()),
+            later => later,
+        });
     }
 
-    /// No answer will come any more.
-    pub fn close(&self) {
-        let mut state = self.state();
-        state.is_closed = true;
-        let due = state.due();
-        drop(state);
-        self.wake(&due);
+    /// No answer will come any more; a reason that was given stays.
+    pub fn close(&self, reason: &str) {
+        self.go_over(|status| match status {
+            Status::Running => Status::Closed(reason.into()),
+            Status::Ended(reason) | Status::Closed(reason) => Status::Closed(reason),
+        });
         self.answered.notify_all();
     }
 
-    /// Whether no answer will come any more.
-    pub fn is_closed(&self) -> bool {
-        self.state().is_closed
+    fn go_over(&self, next: impl FnOnce(Status) -> Status) {
+        let mut state = self.state();
+        state.status = next(std::mem::replace(&mut state.status, Status::Running));
+        let due = state.due();
+        drop(state);
+        self.wake(&due);
     }
 
     /// Blocks until there is something to tell the other end of a link, which knows of the engine's end
@@ -352,15 +363,13 @@ impl Outbox {
     pub fn next_news(&self, end_is_told: bool) -> News {
         let mut state = self.state();
         loop {
-            let end_reason = match &state.status {
-                Status::Ended(reason) if !end_is_told => Some(Arc::clone(reason)),
-                _ => None,
-            };
-            if !state.pending.is_empty() || end_reason.is_some() || state.is_closed {
+            let end_reason = state.status.end_reason().filter(|_| !end_is_told).cloned();
+            let is_closed = state.status.is_closed();
+            if !state.pending.is_empty() || end_reason.is_some() || is_closed {
                 return News {
                     delivery: state.take(&self.reader),
                     end_reason,
-                    is_closed: state.is_closed,
+                    is_closed,
                 };
             }
             state.waiting = Some(Until::News);
@@ -408,7 +417,7 @@ impl Outbox {
     pub fn watch(&self) -> RawFd {
         let mut state = self.state();
         state.watched = true;
-        if !state.pending.is_empty() || matches!(state.status, Status::Ended(_)) {
+        if !state.pending.is_empty() || state.status.end_reason().is_some() {
             let due = state.due();
             drop(state);
             self.wake(&due);

@@ -140,14 +140,10 @@ fn hear(mut reader: Reader, outbox: &Outbox) {
         }
     }
     let _ = reader.stream.get_ref().shutdown(Shutdown::Both);
-    outbox.end(LOST); // unless it has said why
-    outbox.close();
+    outbox.close(LOST); // unless it has said why
 }
 
-fn spawn(
-    name: &str,
-    run: impl FnOnce() + Send + 'static,
-) -> io::Result<thread::JoinHandle<()>> {
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<thread::JoinHandle<()>> {
     thread::Builder::new().name(name.to_owned()).spawn(run)
 }
 

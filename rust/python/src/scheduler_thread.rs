@@ -56,13 +56,12 @@ struct Obituary(Arc<Outbox>);
 
 impl Drop for Obituary {
     fn drop(&mut self) {
-        self.0.end(if std::thread::panicking() {
+        self.0.close(if std::thread::panicking() {
             "the scheduler thread panicked, which is a bug in chairlift; please report the message \
              on standard error"
         } else {
             SHUT_DOWN
         });
-        self.0.close();
     }
 }
 
@@ -235,7 +234,10 @@ impl Scheduler {
     }
 
     fn reserved_class(&self, id: RequestId) -> String {
-        self.engine.reserved_class(id).unwrap_or_default().to_owned()
+        self.engine
+            .reserved_class(id)
+            .unwrap_or_default()
+            .to_owned()
     }
 
     fn feed(&mut self, now: Time, submissions: Vec<(Ticket, Submission)>) -> Answer {
@@ -263,8 +265,7 @@ impl Scheduler {
     /// Gives the executor up if its step does not come back.
     fn watch_step(&mut self) {
         let late = self.step_is_late_at().filter(|&at| at <= Instant::now());
-        if let (Some(_), Some(flight), Some(limit)) =
-            (late, &self.in_flight, self.end.step_timeout)
+        if let (Some(_), Some(flight), Some(limit)) = (late, &self.in_flight, self.end.step_timeout)
         {
             let why = format!(
                 "the executor has not returned from step {} for {} s (step_timeout)",
