@@ -290,6 +290,34 @@ class ScriptedExecutor(BlockingExecutor):
         return [(token, -0.5), *best]
 
 
+@dataclass(kw_only=True)
+class PacedExecutor(BlockingExecutor):
+    """Answers letters of the alphabet at a given pace, almost for free: for load above the engine.
+
+    It looks at no history and knows no log-probabilities; requests end by ``max_tokens``.
+    """
+
+    step_time: float = 0.1
+    """Seconds that a step takes."""
+    num_kv_blocks: int = 65_536
+    block_size: int = 16
+    vocab_size: int = ByteTokenizer.vocab_size
+    tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> PacedExecutor:
+        """Make one for ``--executor chairlift.testing:PacedExecutor``."""
+        return cls(num_kv_blocks=args.num_kv_blocks or 65_536, block_size=args.block_size)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Wait, then go on in every alphabet."""
+        time.sleep(self.step_time)
+        letters = 97 + (plan.sample_rows + plan.sample_output_indices) % 26
+        return StepResult(
+            token_ids=letters.astype(np.int32), statuses=np.zeros(len(plan.rows), dtype=np.uint8)
+        )
+
+
 def check_plan(plan: StepPlan, *, block_size: int, num_kv_blocks: int) -> None:
     """Check everything that the executor protocol promises.
 
