@@ -48,9 +48,7 @@ impl Engine {
     ///
     /// It is given back when the request is first scheduled, rejected, aborted, given up or released.
     pub fn reserve(&mut self, now: Time, ticket: Ticket) -> Result<(), SubmitError> {
-        let reserved = self
-            .ledger
-            .reserve(&mut self.lane, &self.limits, ticket, now);
+        let reserved = self.ledger.reserve(&self.lane, &self.limits, ticket, now);
         self.count_rejection(&reserved);
         reserved
     }
@@ -98,7 +96,7 @@ impl Engine {
         match request.validate(&self.limits, eos, now) {
             Ok((request, prompt)) => {
                 self.ledger
-                    .let_in(&self.lane, &self.limits, reserved, request, prompt, now)
+                    .let_in(&mut self.lane, &self.limits, reserved, request, prompt, now)
             }
             Err(error) => {
                 self.ledger.count_rejected(reserved.class, reserved.tenant);

@@ -3,7 +3,8 @@
 //! A place is reserved before the prompt is tokenised, atomically at the doors of engine, class and tenant;
 //! what comes after is [`crate::iteration::submission`]. Only requests that were never scheduled are
 //! displaced or shed, the lowest level first and the newest of it first: their clients have been told
-//! nothing yet.
+//! nothing yet. Who displaces takes a place beyond the bound and displaces when it is let in, so that a
+//! request that is rejected after all has displaced nobody.
 
 use std::sync::Arc;
 
@@ -12,6 +13,7 @@ use crate::config::policy::ClassId;
 use crate::error::SubmitError;
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::{Ledger, Reserved};
+use crate::iteration::sequence::RequestKey;
 use crate::request::{Finish, RequestId, Ticket, Time};
 use crate::waiting::gate::{Bounds, Doors, Full, Place};
 use crate::waiting::tenants::TenantKey;
@@ -20,7 +22,7 @@ impl Ledger {
     /// Takes a place at the door.
     pub(crate) fn reserve(
         &mut self,
-        lane: &mut Lane,
+        lane: &Lane,
         limits: &Limits,
         ticket: Ticket,
         now: Time,
@@ -42,7 +44,7 @@ impl Ledger {
             });
         }
         let tenant = self.tenants.acquire(now, &ticket.tenant, &self.rules);
-        match self.take_place(lane, limits, class, tenant, ticket.n, now) {
+        match self.take_place(limits, class, tenant, ticket.n) {
             Ok(place) => {
                 let reserved = Reserved {
                     place,
@@ -110,12 +112,10 @@ impl Ledger {
 
     fn take_place(
         &mut self,
-        lane: &mut Lane,
         limits: &Limits,
         class: ClassId,
         tenant: TenantKey,
         n: u32,
-        now: Time,
     ) -> Result<Place, SubmitError> {
         self.check_answers(limits, tenant, n)?;
         let doors = Doors {
@@ -125,8 +125,10 @@ impl Ledger {
         };
         let bounds = self.bounds(limits, class, tenant);
         let mut taken = doors.take(n, bounds);
-        if matches!(taken, Err(Full::Engine)) && self.displace(lane, limits, class, n, now) {
-            taken = doors.take(n, bounds);
+        if matches!(taken, Err(Full::Engine)) && self.can_displace(limits, class, n) {
+            // Who has the place now keeps it until this request is let in.
+            let engine = None;
+            taken = doors.take(n, Bounds { engine, ..bounds });
         }
         taken.map_err(|full| self.full(full, limits, class, tenant))
     }
@@ -184,19 +186,38 @@ impl Ledger {
         }
     }
 
-    /// Makes room at the engine's door for `n` answers of a class by displacing what is less important.
-    /// False, and nobody was displaced, if that would not be enough.
-    fn displace(
+    /// Whether room at the engine's door for `n` answers more can be made by displacing what is less
+    /// important than a class.
+    fn can_displace(&self, limits: &Limits, class: ClassId, n: u32) -> bool {
+        let level = self.queue.level_index(self.rules.class(class).level);
+        let lacking = self.beyond(limits) + u64::from(n);
+        self.victims(level, lacking).is_some()
+    }
+
+    /// Answers at the engine's door beyond its bound: of places that will displace others.
+    fn beyond(&self, limits: &Limits) -> u64 {
+        let queued = u64::from(self.door.queued());
+        queued.saturating_sub(limits.max_queued_requests().into())
+    }
+
+    /// Displaces what is less important than a request of `n` answers that was let in, if its place was
+    /// taken beyond the bound.
+    pub(crate) fn displace(
         &mut self,
         lane: &mut Lane,
         limits: &Limits,
-        class: ClassId,
+        level: usize,
         n: u32,
         now: Time,
-    ) -> bool {
-        let level = self.queue.level_index(self.rules.class(class).level);
-        let lacking = u64::from(self.door.queued()) + u64::from(n);
-        let mut lacking = lacking.saturating_sub(limits.max_queued_requests().into());
+    ) {
+        let lacking = self.beyond(limits).min(n.into());
+        for victim in self.victims(level, lacking).unwrap_or_default() {
+            self.end_request(lane, victim, Finish::Displaced, now);
+        }
+    }
+
+    /// The least important requests below a level that wait with `lacking` answers together.
+    fn victims(&self, level: usize, mut lacking: u64) -> Option<Vec<RequestKey>> {
         let mut victims = Vec::new();
         for key in self.queue.least_important(level + 1) {
             if lacking == 0 {
@@ -206,13 +227,7 @@ impl Ledger {
             lacking = lacking.saturating_sub(self.requests[request.0].request.sampling.n.into());
             victims.push(request);
         }
-        if lacking > 0 {
-            return false;
-        }
-        for victim in victims {
-            self.end_request(lane, victim, Finish::Displaced, now);
-        }
-        true
+        (lacking == 0).then_some(victims)
     }
 
     /// How long the overload is predicted to last, in microseconds.

@@ -22,13 +22,14 @@ impl Ledger {
     /// Lets a checked request wait, or rejects it; then its place is given back.
     pub(crate) fn let_in(
         &mut self,
-        lane: &Lane,
+        lane: &mut Lane,
         limits: &Limits,
         reserved: Reserved,
         request: Request,
         prompt: Vec<u32>,
         now: Time,
     ) -> Result<(), SubmitError> {
+        let n = request.sampling.n;
         let (class, tenant) = (reserved.class, reserved.tenant);
         let leaf = self.queue.acquire_flow(
             &self.rules,
@@ -39,8 +40,10 @@ impl Ledger {
         );
         let admitted = self.judge(lane, limits, reserved, request, leaf, now);
         match admitted {
-            Ok((entry, work)) => {
-                self.enter(lane, limits, entry, prompt, work, now);
+            Ok((admitted, work)) => {
+                let level = admitted.level;
+                self.enter(lane, limits, admitted, prompt, work, now);
+                self.displace(lane, limits, level, n, now);
                 Ok(())
             }
             Err(error) => {

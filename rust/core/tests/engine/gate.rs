@@ -6,7 +6,7 @@ use chairlift_core::config::Settings;
 use chairlift_core::config::policy::{Policy, Sharing, TenantSettings};
 use chairlift_core::error::SubmitError;
 use chairlift_core::request::WaitReason;
-use chairlift_core::request::{Finish, RequestId, Ticket};
+use chairlift_core::request::{Finish, NewRequest, RequestId, Ticket};
 
 use crate::harness::{Harness, exact, ticket_for};
 use crate::levels::two_levels;
@@ -105,11 +105,15 @@ fn a_place_is_given_back_on_every_way_out() {
         }),
         ("displaced", |h| {
             wait(h);
-            let (places, _) = burst(h, "cy", "high", 4);
-            assert_eq!(places.len(), 1);
+            let (mut places, _) = burst(h, "cy", "high", 1);
+            let beyond = places.pop().expect("a place");
+            h.submit_reserved(exact(beyond.0, 4, 2, 1_000));
             h.receive();
             assert_eq!(h.client(1).answers[0].finish, Some(Finish::Displaced));
-            h.engine.release(places[0]);
+            assert!(h.abort(beyond.0));
+            for place in places {
+                h.engine.release(place);
+            }
         }),
         ("scheduled", |h| {
             wait(h);
@@ -189,15 +193,27 @@ fn the_newest_of_the_lowest_level_makes_room_for_a_higher_one() {
     let finish = |h: &Harness, id| h.client(id).answers[0].finish;
     let equal = burst(&mut harness, "ann", "low", 1);
     assert_eq!((equal.0.len(), equal.1.code()), (0, "queue_full"));
-    // Two answers take the places of two.
-    let mut two = exact(5, 4, 2, 1_000);
-    two.sampling.n = 2;
-    let ticket = ticket_for("bob", "high", &two);
-    harness
-        .engine
-        .reserve(harness.now, ticket)
-        .expect("a place");
-    harness.receive();
+    // Two places are taken beyond the bound. Who is rejected after all has displaced nobody.
+    let new = exact(5, 4, 2, 1_000);
+    let ticket = ticket_for("bob", "high", &new);
+    let beyond = Ticket {
+        id: RequestId(6),
+        ..ticket.clone()
+    };
+    let empty = NewRequest {
+        id: beyond.id,
+        prompt: Vec::new(),
+        ..new.clone()
+    };
+    for ticket in [ticket, beyond] {
+        let reserved = harness.engine.reserve(harness.now, ticket);
+        reserved.expect("a place");
+    }
+    let refused = harness.engine.submit(harness.now, empty).unwrap_err();
+    assert_eq!(refused.code(), "empty_prompt");
+    assert_eq!(harness.engine.metrics().displaced, 0, "nobody for nothing");
+    harness.submit_reserved(new);
+    harness.submit_for("bob", "high", exact(7, 4, 2, 1_000));
     for (id, displaced) in [(0, false), (1, false), (2, false), (3, true), (4, true)] {
         let expected = displaced.then_some(Finish::Displaced);
         assert_eq!(finish(&harness, id), expected, "request {id}");
