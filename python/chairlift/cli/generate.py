@@ -1,4 +1,4 @@
-"""``chairlift generate``: a few prompts, served at once, streamed to the terminal."""
+"""``chairlift generate``: a few prompts, served at once, streamed to the terminal; or a file."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 from chairlift.async_engine import AsyncEngine
 from chairlift.cli.engine_flags import add_engine_flags, engine_options
+from chairlift.cli.generate_files import FileRun, generate_file
 from chairlift.cli.live import Answer, LiveView, print_answers, print_table
-from chairlift.errors import ChairliftError, TokenizerError
+from chairlift.cli.sampling_flags import add_sampling_flags, sampling_params
+from chairlift.errors import ChairliftError, ConfigError, TokenizerError
 from chairlift.sampling import SamplingParams
 
 EXAMPLES = (
@@ -28,9 +31,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add the command to the ``chairlift`` parser."""
     parser = commands.add_parser(
         "generate",
-        help="answer prompts and show how the engine did",
+        help="answer prompts, or a file of them",
         description="Serve all prompts at once through the engine, stream the text, and end with a "
-        "table of latencies and throughput.",
+        "table of latencies and throughput. With --input, answer a file of prompts instead, one "
+        "line each: a string, an object with 'prompt' or 'messages' (beside them 'id' and sampling "
+        "parameters of its own), or a line of an OpenAI batch file. Answers are written as they "
+        "end, so their order may differ: 'index' is the line's number, from 0. A bad line gets an "
+        "error and the run goes on. The same command again does what is left.",
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="none: a few examples")
     parser.add_argument(
@@ -39,15 +46,16 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--raw", action="store_true", help="continue the text as it is: no chat template"
     )
-    group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=96, metavar="N")
-    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    group.add_argument("--top-k", type=int, default=0, metavar="K")
-    group.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R")
-    group.add_argument("--seed", type=int, default=0, help="of everything that is sampled")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
+    group = parser.add_argument_group("files")
+    group.add_argument("--input", type=Path, metavar="FILE", help="JSON Lines; - is standard input")
+    group.add_argument("--output", type=Path, metavar="FILE", help="where the answers go")
+    group.add_argument(
+        "--window",
+        type=int,
+        metavar="N",
+        help="most requests in the engine at once (default: twice --max-num-seqs)",
+    )
+    add_sampling_flags(parser, max_tokens=96, temperature=0.0)
     add_engine_flags(parser)
     parser.set_defaults(run=run)
 
@@ -56,18 +64,29 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     import uvloop  # noqa: PLC0415
 
-    prompts = [*args.prompts, *(EXAMPLES if args.examples or not args.prompts else ())]
-    params = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        stop=args.stop,
-    )
+    params = sampling_params(args)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if args.input is not None or args.output is not None:
+            return runner.run(_serve_file(args, params))
+        prompts = [*args.prompts, *(EXAMPLES if args.examples or not args.prompts else ())]
         return runner.run(_serve(args, prompts, params))
+
+
+async def _serve_file(args: argparse.Namespace, params: SamplingParams) -> int:
+    if args.input is None or args.output is None:
+        raise ConfigError("--input and --output go together: give both")
+    if args.prompts or args.examples:
+        raise ConfigError("--input takes no prompts beside it: put them into the file")
+    file_run = FileRun(
+        input=args.input,
+        output=args.output,
+        params=params,
+        seed=args.seed,
+        is_raw=args.raw,
+        window=args.window,
+    )
+    file_run.check()
+    return await generate_file(file_run, args.model, engine_options(args))
 
 
 async def _serve(args: argparse.Namespace, prompts: Sequence[str], params: SamplingParams) -> int:
