@@ -152,3 +152,9 @@ class WeightsError(ModelError):
     """A tensor is missing, has the wrong shape, or belongs to no part of the model."""
 
     code = "model_weights_invalid"
+
+
+class ServerUnreachableError(ChairliftError):
+    """A command-line tool cannot reach the server that it is to talk to, or is not let in."""
+
+    code = "server_unreachable"
