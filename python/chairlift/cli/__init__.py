@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from chairlift.cli import bench, config, generate
+from chairlift.cli import bench, chat, config, generate
 from chairlift.errors import ChairliftError
 
 
@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"chairlift {version('chairlift')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate.add_command(commands)
+    chat.add_command(commands)
     bench.add_command(commands)
     config.add_command(commands)
     return parser

@@ -167,10 +167,8 @@ def _timed(args: argparse.Namespace, workload: Workload, model: str) -> Iterator
 def _num_requests(args: argparse.Namespace, workload: Workload) -> int | None:
     """How many are sent at most; None: the duration decides."""
     if args.mode == "trace":
-        return sum(
-            args.duration is None or (row.arrival_s or 0.0) < args.duration
-            for row in workload.trace
-        )
+        end = math.inf if args.duration is None else float(args.duration)
+        return sum((row.arrival_s or 0.0) < end for row in workload.trace)
     if args.num_requests is not None:
         return int(args.num_requests)
     is_spread = args.mode == "closed" or args.rate not in (None, math.inf)
