@@ -61,8 +61,8 @@ class Outcome:
     request: Request
     sent_at: float
     """When it was first sent."""
-    lateness: float = 0.0
-    """How much later than it should have been."""
+    lateness: float | None = None
+    """How much later than it should have been; None: it had no time of its own."""
     token_times: array[float] = field(default_factory=lambda: array("d"))
     """When something to read came."""
     ended_at: float = 0.0
@@ -240,7 +240,7 @@ class Client:
                 "the right --base-url?"
             ) from None
 
-    async def send(self, request: Request, lateness: float = 0.0) -> Outcome:
+    async def send(self, request: Request, lateness: float | None = None) -> Outcome:
         """Send a request and read its answer; whatever goes wrong is in the outcome."""
         outcome = Outcome(request, time.perf_counter(), lateness)
         while True:

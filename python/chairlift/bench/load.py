@@ -65,9 +65,9 @@ class Load:
     async def _send_on_time(self, requests: Iterator[Request], tasks: asyncio.TaskGroup) -> None:
         start = self.result.started_at
         for request in requests:
-            due = start + request.send_at_s
+            due = None if request.send_at_s is None else start + request.send_at_s
             # Gives way to the streams also where the next one is overdue.
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            await asyncio.sleep(0.0 if due is None else max(0.0, due - time.perf_counter()))
             tasks.create_task(self._send(request, due))
 
     async def _send_by_workers(
@@ -89,7 +89,7 @@ class Load:
             tasks.create_task(work())
 
     async def _send(self, request: Request, due: float | None) -> None:
-        lateness = 0.0 if due is None else max(0.0, time.perf_counter() - due)
+        lateness = None if due is None else max(0.0, time.perf_counter() - due)
         try:
             outcome = await self._client.send(request, lateness)
         except asyncio.CancelledError:

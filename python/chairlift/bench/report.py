@@ -74,8 +74,9 @@ def summarise(result: LoadResult, limits: Limits) -> dict[str, object]:
         **_figures(outcomes, seconds, limits),
         "errors": _errors(outcomes),
     }
-    lateness = [outcome.lateness * 1e3 for outcome in outcomes]
-    statistics = _statistics(lateness)
+    statistics = _statistics(
+        [outcome.lateness * 1e3 for outcome in outcomes if outcome.lateness is not None]
+    )
     summary["client_lateness_ms"] = statistics
     summary["client_kept_up"] = statistics is None or statistics["p99"] <= _MOST_LATENESS_MS
     groups: tuple[tuple[str, Callable[[Outcome], str | None]], ...] = (

@@ -42,8 +42,8 @@ class Request:
     """One request, ready to be sent."""
 
     index: int
-    send_at_s: float
-    """Seconds after the start of the run; 0 in a closed loop, where it is sent when it can be."""
+    send_at_s: float | None
+    """Seconds after the start of the run; None: as soon as it can be."""
     body: bytes
     headers: Mapping[str, str]
     output_tokens: int
@@ -84,12 +84,12 @@ class Workload:
 
     def closed(self, model: str) -> Iterator[Request]:
         """Requests without end, to be sent when there is room."""
-        return (self._request(model, index, 0.0, row) for index, row in zip(count(), self._rows()))
+        return (self._request(model, index, None, row) for index, row in zip(count(), self._rows()))
 
     def warmup(self, model: str) -> Iterator[Request]:
         """The same with other prompts."""
         return (
-            self._request(model, _WARMUP_INDEX + index, 0.0, row)
+            self._request(model, _WARMUP_INDEX + index, None, row)
             for index, row in zip(count(), self._rows())
         )
 
@@ -99,12 +99,13 @@ class Workload:
         The shape of the distribution is ``burstiness``: 1 is a Poisson process, less comes in
         bursts, more is more regular. An infinite rate is everything at once.
         """
+        if rate == math.inf:
+            yield from self.closed(model)
         rng = np.random.default_rng([self.seed, zlib.crc32(b"arrivals")])
         at = 0.0
         for index, row in zip(count(), self._rows()):
             yield self._request(model, index, at, row)
-            if rate < math.inf:
-                at += rng.gamma(burstiness, 1.0 / (rate * burstiness))
+            at += rng.gamma(burstiness, 1.0 / (rate * burstiness))
 
     def replay(self, model: str) -> Iterator[Request]:
         """The requests of the trace at their times.
@@ -122,7 +123,9 @@ class Workload:
     def _rows(self) -> Iterator[TraceRow | None]:
         return cycle(self.trace or (None,))
 
-    def _request(self, model: str, index: int, send_at_s: float, row: TraceRow | None) -> Request:
+    def _request(
+        self, model: str, index: int, send_at_s: float | None, row: TraceRow | None
+    ) -> Request:
         rng = np.random.default_rng([self.seed, index])
         if row is not None and row.tenant is not None:
             tenant: Tenant | None = self.mix.named(row.tenant)
@@ -190,4 +193,4 @@ def until(requests: Iterator[Request], duration_s: float | None) -> Iterator[Req
     """Those that are to be sent before the duration is over."""
     if duration_s is None:
         return requests
-    return takewhile(lambda request: request.send_at_s < duration_s, requests)
+    return takewhile(lambda request: (request.send_at_s or 0.0) < duration_s, requests)
