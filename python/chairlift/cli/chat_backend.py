@@ -62,9 +62,8 @@ class EngineBackend:
         self, messages: Sequence[Message], on_text: Callable[[str], None]
     ) -> str | None:
         """Answer; see :class:`ChatBackend`."""
-        prompt = self._engine.tokenizer.apply_chat_template(list(messages))
         finish_reason = None
-        async for delta in self._engine.generate(prompt, self._params):
+        async for delta in self._engine.generate({"messages": messages}, self._params):
             on_text(delta.text)
             finish_reason = delta.finish_reason or finish_reason
         return finish_reason

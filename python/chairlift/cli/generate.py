@@ -11,10 +11,10 @@ from pathlib import Path
 
 from chairlift.async_engine import AsyncEngine
 from chairlift.cli.engine_flags import add_engine_flags, engine_options
-from chairlift.cli.generate_files import FileRun, generate_file
+from chairlift.cli.generate_files import FileRun, as_user, generate_file
 from chairlift.cli.live import Answer, LiveView, print_answers, print_table
 from chairlift.cli.sampling_flags import add_sampling_flags, sampling_params
-from chairlift.errors import ChairliftError, ConfigError, TokenizerError
+from chairlift.errors import ChairliftError, ConfigError
 from chairlift.sampling import SamplingParams
 
 EXAMPLES = (
@@ -110,7 +110,8 @@ async def _answer(
 ) -> None:
     """Stream one prompt into its answer; an error of its own is shown there."""
     try:
-        stream = engine.generate(_prompt(engine, answer.prompt, raw=raw), params)
+        prompt = answer.prompt if raw else as_user(engine.tokenizer, answer.prompt)
+        stream = engine.generate(prompt, params)
         async for delta in stream:
             answer.text += delta.text
             answer.num_tokens += len(delta.token_ids)
@@ -119,14 +120,3 @@ async def _answer(
         answer.stats = stream.stats
     except ChairliftError as error:
         answer.error = str(error)
-
-
-def _prompt(engine: AsyncEngine, text: str, *, raw: bool) -> str | list[int]:
-    if raw:
-        return text
-    try:
-        return engine.tokenizer.apply_chat_template([{"role": "user", "content": text}])
-    except TokenizerError as error:
-        if error.code != "no_chat_template":
-            raise
-        return text

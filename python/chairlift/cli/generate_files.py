@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from tqdm import tqdm
 
@@ -28,6 +28,10 @@ from chairlift.errors import (
     TryLaterError,
 )
 from chairlift.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from chairlift.engine import TokenizerLike
+    from chairlift.prompts import Prompt
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 5.0
@@ -87,7 +91,7 @@ async def generate_file(run: FileRun, model: str | None, options: EngineOptions)
             before = answers.num_answers + answers.num_errors
             try:
                 await _FileServer(engine, answers, progress, run.window).serve(lines)
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, EngineDeadError):
                 progress.close()
                 print(
                     _summary(answers, before, "stopped; the same command goes on"), file=sys.stderr
@@ -193,18 +197,22 @@ class _FileServer:
             "num_output_tokens": stats.num_output_tokens,
         }
 
-    def _prompt(self, line: PromptLine) -> str | list[int]:
-        messages = line.messages
-        if line.prompt is not None:
-            if line.is_raw or not isinstance(line.prompt, str):
-                return line.prompt
-            messages = [{"role": "user", "content": line.prompt}]
-        try:
-            return self._engine.tokenizer.apply_chat_template(messages or [])
-        except TokenizerError as error:
-            if error.code != "no_chat_template" or not isinstance(line.prompt, str):
-                raise
-            return line.prompt
+    def _prompt(self, line: PromptLine) -> Prompt:
+        if line.messages is not None:
+            return {"messages": line.messages}
+        if isinstance(line.prompt, str) and not line.is_raw:
+            return as_user(self._engine.tokenizer, line.prompt)
+        return line.prompt or []
+
+
+def as_user(tokenizer: TokenizerLike, text: str) -> str | list[int]:
+    """Make a prompt of what a user says; where there is no chat template, the text itself."""
+    try:
+        return tokenizer.apply_chat_template([{"role": "user", "content": text}])
+    except TokenizerError as error:
+        if error.code != "no_chat_template":
+            raise
+        return text
 
 
 def _error(error: ChairliftError) -> dict[str, object]:
