@@ -491,6 +491,40 @@ def test_what_a_model_says_is_never_taken_for_the_protocol(said, separators):
     assert (result.prompt_tokens, result.output_tokens, result.ended_at) == (2, 3, 4.0)
 
 
+def read_events(result, *events):
+    """Read events one second apart."""
+    reader = AnswerReader(result)
+    for second, event in enumerate(events, start=1):
+        payload = event if isinstance(event, str) else json.dumps(event)
+        reader.feed(f"data: {payload}\n\n".encode(), now=float(second))
+    return reader.finish(must_have_all=True)
+
+
+def test_an_event_that_says_several_things_is_heard_whole():
+    """Text, finish reason and usage at once, as some servers send them."""
+    result = outcome(output_tokens=2)
+    usage = {"prompt_tokens": 1, "completion_tokens": 2}
+    first = {"choices": [{"text": "a", "finish_reason": None}], "usage": None}
+    last = {"choices": [{"text": "b", "finish_reason": "stop"}], "usage": usage}
+    assert read_events(result, first, last, "[DONE]") is None
+    assert (list(result.token_times), result.finish_reason) == ([1.0, 2.0], "stop")
+    assert result.output_tokens == 2
+
+
+def test_an_error_beside_text_is_an_error():
+    first = {"choices": [{"text": "a", "finish_reason": None}]}
+    failure = read_events(outcome(), first, {**first, "error": {"code": "x", "message": "y"}})
+    assert failure is not None
+    assert failure.code == "x"
+
+
+def test_an_event_without_text_is_no_token():
+    result = outcome(output_tokens=2)
+    said = [{"choices": [{"text": text, "finish_reason": None}]} for text in ("", "a", "", "b")]
+    read_events(result, *said)
+    assert list(result.token_times) == [2.0, 4.0]
+
+
 @pytest.mark.parametrize("payload", ["{", "[]", "3", '{"choices": 3}', '{"usage": [1]}'])
 def test_a_malformed_event_is_a_failure(payload):
     reader = AnswerReader(outcome())

@@ -145,20 +145,21 @@ class _FileServer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for line in lines:
-                    self._progress.n = line.index
-                    self._progress.update(0)
                     if self._answers.has(line):
+                        self._progress.update()
                         continue
                     if isinstance(line, BadLine):
-                        self._answers.write(line, _error(line.error))
+                        self._write(line, _error(line.error))
                         continue
                     await places.acquire()
                     task = tasks.create_task(self._answer(line))
                     task.add_done_callback(lambda _: places.release())
         except* ChairliftError as group:
             raise _first(group) from None
-        self._progress.n = self._progress.total or self._progress.n
-        self._progress.refresh()
+
+    def _write(self, line: PromptLine | BadLine, answer: dict[str, object]) -> None:
+        self._answers.write(line, answer)
+        self._progress.update()
 
     async def _answer(self, line: PromptLine) -> None:
         """Write the answer to one line, or its error; what ends the engine is raised."""
@@ -178,7 +179,7 @@ class _FileServer:
             except ChairliftError as error:
                 answer = _error(error)
                 break
-        self._answers.write(line, answer)
+        self._write(line, answer)
 
     async def _generate(self, line: PromptLine) -> dict[str, object]:
         text: list[str] = []
