@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -143,18 +144,27 @@ def test_a_mistake_is_one_clear_sentence(flags, message, monkeypatch, capsys):
     assert "Traceback" not in said.err
 
 
+class SlowExecutor(ScriptedExecutor):
+    """Takes its time over a long answer."""
+
+    @classmethod
+    def from_engine_args(cls, args):
+        return cls(block_size=args.block_size, step_time=0.02)
+
+
 class Terminal:
     """The command in a terminal of its own."""
 
     def __init__(self, *flags):
         self._ours, theirs = pty.openpty()
+        path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
         command = [sys.executable, "-c", "from chairlift.cli import main; raise SystemExit(main())"]
         self.process = subprocess.Popen(
             [*command, "chat", *flags],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm"},
+            env={**os.environ, "PYTHONPATH": path, "TERM": "xterm"},
             start_new_session=True,
         )
         os.close(theirs)
@@ -171,17 +181,32 @@ class Terminal:
 
     def wait_for(self, text):
         """Read until ``text`` is there; returns what came with it, and forgets it."""
+        self._read_until(lambda: text in self.seen, text)
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def wait_for_text(self, length):
+        """Read until there are so many letters of an answer."""
+        self._read_until(lambda: re.search(rf"[a-z]{{{length}}}", self.seen), f"{length} letters")
+
+    def interrupt_prompt(self, text):
+        """Send Ctrl-C until ``text`` is there: one that comes just as the prompt is drawn is only
+        seen with the next key."""
+        self._read_until(lambda: text in self.seen, text, signal_every=0.5)
+        self.wait_for(text)
+
+    def _read_until(self, is_there, what, signal_every=None):
         deadline = time.monotonic() + 60
-        while text not in self.seen:
+        while not is_there():
+            if signal_every is not None:
+                self.process.send_signal(signal.SIGINT)
             left = deadline - time.monotonic()
-            assert left > 0, f"no {text!r} in {self.seen!r}"
-            if select.select([self._ours], [], [], left)[0]:
+            assert left > 0, f"no {what!r} in {self.seen!r}"
+            if select.select([self._ours], [], [], signal_every or left)[0]:
                 try:
                     self.seen += os.read(self._ours, 4096).decode()
                 except OSError:
-                    raise AssertionError(f"ended without {text!r}: {self.seen!r}") from None
-        before, _, self.seen = self.seen.partition(text)
-        return before
+                    raise AssertionError(f"ended without {what!r}: {self.seen!r}") from None
 
     def type(self, text):
         os.write(self._ours, text.encode())
@@ -203,8 +228,7 @@ def test_a_terminal():
         terminal.process.send_signal(signal.SIGINT)
         terminal.wait_for("(stopped)")
         terminal.wait_for("> ")
-        terminal.process.send_signal(signal.SIGINT)
-        terminal.wait_for("(Ctrl-D leaves)")
+        terminal.interrupt_prompt("(Ctrl-D leaves)")
         terminal.wait_for("> ")
         # A paste: as readline marks it, and as a terminal that does not mark it sends it.
         terminal.type("\x1b[200~three\nlines\nat once\x1b[201~\r")
@@ -218,3 +242,19 @@ def test_a_terminal():
     sent = [[each["content"] for each in body["messages"]] for body, _ in server.requests]
     assert [each[-1] for each in sent] == ["first", "second", "three\nlines\nat once", "two\nlines"]
     assert sent[2][2:4] == ["second", "begun"], "what was said before the stop stays"
+
+
+def test_ctrl_c_stops_an_answer_of_the_engine_and_not_the_engine():
+    executor = f"{__name__}:SlowExecutor"
+    with Terminal("--executor", executor, "--max-tokens", "3000") as terminal:
+        for word in ("first", "second"):
+            terminal.wait_for("> ")
+            terminal.type(f"{word}\r")
+            terminal.wait_for(f"{word}\r\n")
+            terminal.wait_for_text(5)
+            # As a terminal does: to every process of the group.
+            os.killpg(terminal.process.pid, signal.SIGINT)
+            terminal.wait_for("(stopped)")
+        terminal.wait_for("> ")
+        terminal.type("/quit\r")
+        assert terminal.process.wait(60) == 0

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -217,7 +218,8 @@ def test_wrong_use_is_one_clear_sentence(files, capsys):
     source, target = map(str, files)
     for flags, message in [
         (["--input", source, "--output", target], "is no file"),
-        (["--output", target], "give both"),
+        (["--output", target], "needs both"),
+        (["--window", "3", "prompt"], "needs both"),
         (["--input", __file__, "--output", __file__], "is the input as well"),
         (["--input", __file__, "--output", target, "--window", "0"], "--window is 0"),
         (["--input", __file__, "--output", target, "prompt"], "no prompts beside it"),
@@ -241,31 +243,35 @@ def test_standard_input(files, monkeypatch):
     assert answers(files[1]).keys() == {0, 1}
 
 
-@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_run_goes_on_where_it_stopped(files, kill):
+@pytest.mark.parametrize("end", ["Ctrl-C", "kill -9", "kill -9 of the engine"])
+def test_an_interrupted_run_goes_on_where_it_stopped(files, end):
     write_lines(files[0], [f'"prompt {i}"' for i in range(60)])
     command = [sys.executable, "-c", "from chairlift.cli import main; raise SystemExit(main())"]
     command += ["generate", "--input", str(files[0]), "--output", str(files[1])]
     command += ["--executor", f"{__name__}:SlowExecutor", "--max-tokens", "4", "--window", "4"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path]),
-    }
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    process = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 120
     while not (files[1].exists() and files[1].read_bytes().count(b"\n") >= 8):
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(kill)
+    if end == "kill -9 of the engine":
+        (engine,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(engine), signal.SIGKILL)
+    else:
+        process.send_signal(signal.SIGINT if end == "Ctrl-C" else signal.SIGKILL)
     error = process.communicate(timeout=60)[1]
     some = files[1].read_bytes().count(b"\n")
     assert 8 <= some < 60, "the run was interrupted on the way"
-    if kill == signal.SIGINT:
-        assert process.returncode == 130
+    if end != "kill -9":
+        assert process.returncode == (130 if end == "Ctrl-C" else 1)
         assert "the same command goes on" in error
         assert "Traceback" not in error
     assert generate(files, "--max-tokens", "4") == 0
     found = answers(files[1])
     assert found.keys() == set(range(60))
-    assert all(found[i]["text"] == expected(f"user: prompt {i}\nassistant: ", 4) for i in range(60))
+    for index in range(60):
+        assert found[index]["text"] == expected(f"user: prompt {index}\nassistant: ", 4)

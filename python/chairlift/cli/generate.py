@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
     params = sampling_params(args)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        if args.input is not None or args.output is not None:
+        if any(each is not None for each in (args.input, args.output, args.window)):
             return runner.run(_serve_file(args, params))
         prompts = [*args.prompts, *(EXAMPLES if args.examples or not args.prompts else ())]
         return runner.run(_serve(args, prompts, params))
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _serve_file(args: argparse.Namespace, params: SamplingParams) -> int:
     if args.input is None or args.output is None:
-        raise ConfigError("--input and --output go together: give both")
+        raise ConfigError("a file of prompts needs both --input and --output")
     if args.prompts or args.examples:
         raise ConfigError("--input takes no prompts beside it: put them into the file")
     file_run = FileRun(
