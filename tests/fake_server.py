@@ -11,8 +11,6 @@ from typing import Any
 
 from aiohttp import web
 
-ERRORS = {"rate_limit_exceeded": 429, "shedding": 503, "queue_timeout": 504}
-
 
 @dataclass(kw_only=True)
 class Behaviour:
@@ -39,8 +37,7 @@ class Behaviour:
     message: str = "no"
     retry_after: str | None = None
     queue_time_ms: str | None = None
-    usage_tokens: int | None = None
-    """What usage says instead of the truth."""
+    told_class: str | None = None
     tokens_per_event: int = 1
     cut_bytes: bool = False
     """Whether events are torn into single bytes."""
@@ -120,6 +117,8 @@ class FakeServer:
             error = {"message": behaviour.message, "type": "refused", "code": behaviour.code}
             return web.json_response({"error": error}, status=behaviour.status, headers=headers)
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        if behaviour.told_class is not None:
+            reply.headers["X-Request-Class"] = behaviour.told_class
         if behaviour.queue_time_ms is not None:
             reply.headers["X-Queue-Time-Ms"] = behaviour.queue_time_ms
         await reply.prepare(request)
@@ -179,10 +178,9 @@ class FakeServer:
         if behaviour.finish_reason is not None:
             await send(choice(None, behaviour.finish_reason))
         if behaviour.has_usage:
-            count = num_tokens if behaviour.usage_tokens is None else behaviour.usage_tokens
             prompt = body.get("prompt")
             prompt_tokens = len(prompt) if isinstance(prompt, list) else 7
-            usage = {"prompt_tokens": prompt_tokens, "completion_tokens": count}
+            usage = {"prompt_tokens": prompt_tokens, "completion_tokens": num_tokens}
             await send(json.dumps({"choices": [], "usage": usage}))
         if behaviour.has_done:
             await send("[DONE]")

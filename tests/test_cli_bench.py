@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -14,8 +15,10 @@ import time
 import numpy as np
 import pytest
 
-from chairlift.bench.client import AnswerReader, Outcome
+from chairlift.bench.client import AnswerReader, Failure, Outcome
 from chairlift.bench.lengths import parse_length
+from chairlift.bench.load import Load
+from chairlift.bench.report import has_broken
 from chairlift.bench.sse import EventParser
 from chairlift.bench.tenants import Tenant, TenantMix
 from chairlift.bench.trace import read_trace
@@ -181,6 +184,17 @@ def test_tenants_have_shares_classes_keys_and_a_header(tmp_path, capsys):
     keys = {headers["X-Tenant"]: headers["Authorization"] for _, headers in server.requests}
     assert keys == {"big": "Bearer sk-all", "small": "Bearer sk-small", "third": "Bearer sk-3"}
     assert "sk-" not in json.dumps(figures)
+
+
+def test_the_class_is_the_one_that_the_server_tells(capsys):
+    def behave(number, body):
+        return Behaviour(told_class=None if number else "fallback")
+
+    with FakeServer(behave) as server:
+        flags = ["--tenant", "a=1,class=gold", "--num-requests", "3", "--rate", "100"]
+        _, figures = bench(server, capsys, *flags)
+    counts = {name: each["requests"] for name, each in figures["classes"].items()}
+    assert counts == {"fallback": 1, "gold": 2}
 
 
 def test_a_closed_loop_keeps_so_many_under_way(capsys):
@@ -466,6 +480,18 @@ def test_events_are_found_wherever_the_bytes_are_torn():
         pieces = [stream[i : i + size] for i in range(0, len(stream), size)]
         found = [payload for piece in pieces for payload in parser.feed(piece)]
         assert found == [b'{"a": 1}', b'{"b": 2}', b"[DONE]"]
+
+
+def test_a_closed_loop_does_not_poll_a_server_that_is_gone():
+    class Gone:
+        async def send(self, request, lateness=None):
+            failure = Failure(None, "connection_failed", "connection refused")
+            return Outcome(request, sent_at=0.0, failure=failure)
+
+    load = Load(Gone(), lambda _: None)
+    result = asyncio.run(load.closed_loop(Workload().closed("m"), 2, duration_s=0.35))
+    assert 2 <= len(result.outcomes) <= 10
+    assert has_broken(result)
 
 
 @pytest.mark.parametrize(

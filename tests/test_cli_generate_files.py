@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import os
 import signal
@@ -73,7 +72,8 @@ def test_every_form_of_a_line_is_answered(files):
             '{"custom_id": "c", "method": "POST", "url": "/v1/completions", '
             '"body": {"model": "m", "prompt": "raw", "max_tokens": 3}}',
             '{"custom_id": "d", "method": "POST", "url": "/v1/chat/completions", '
-            '"body": {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 1}}',
+            '"body": {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 1, '
+            '"tools": [], "logprobs": false, "response_format": {"type": "text"}}}',
         ],
     )
     assert generate(files, "--max-tokens", "5") == 0
@@ -110,6 +110,8 @@ def test_raw_uses_no_template(files):
         ('{"body": 3}', "'body' is no object"),
         ('{"prompt": "x", "n": 2}', "n is 2"),
         ('{"prompt": "x", "tools": [{}]}', "'tools' is not supported"),
+        ('{"prompt": "x", "logprobs": 0}', "'logprobs' is not supported"),
+        ('{"prompt": "x", "response_format": {"type": "json_object"}}', "'response_format' is not"),
         ('{"prompt": "x", "temperature": "hot"}', "temperature is 'hot'"),
         ('{"prompt": "x", "temperature": -1}', "temperature is -1"),
         ('{"prompt": "x", "max_tokens": 0}', "max_tokens is 0"),
@@ -235,12 +237,6 @@ def test_two_runs_do_not_write_one_file(files, capsys):
         fcntl.flock(other, fcntl.LOCK_EX)
         assert generate(files) == 1
     assert "another run" in capsys.readouterr().err
-
-
-def test_standard_input(files, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'"one"\n"two"')))
-    assert generate(("-", files[1])) == 0
-    assert answers(files[1]).keys() == {0, 1}
 
 
 @pytest.mark.parametrize("end", ["Ctrl-C", "kill -9", "kill -9 of the engine"])

@@ -31,6 +31,7 @@ _PATHS: Mapping[Endpoint, str] = {
 _RETRIED = (429, 503)
 _DEFAULT_RETRY_AFTER_S = 1.0
 _LONGEST_RETRY_AFTER_S = 60.0
+_CLASS_HEADER = "X-Request-Class"
 _QUEUE_TIME_HEADER = "X-Queue-Time-Ms"
 
 # A quote in a JSON string is escaped, so these find keys and values, never what a model says.
@@ -68,6 +69,8 @@ class Outcome:
     ended_at: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    request_class: str | None = None
+    """As the server told it in a header, or else as it was asked for."""
     queue_time: float | None = None
     """As the server told it in a header."""
     finish_reason: str | None = None
@@ -242,7 +245,9 @@ class Client:
 
     async def send(self, request: Request, lateness: float | None = None) -> Outcome:
         """Send a request and read its answer; whatever goes wrong is in the outcome."""
-        outcome = Outcome(request, time.perf_counter(), lateness)
+        outcome = Outcome(
+            request, time.perf_counter(), lateness, request_class=request.request_class
+        )
         while True:
             failure = await self._attempt(request, outcome)
             if (
@@ -267,6 +272,7 @@ class Client:
                 self._url, data=request.body, headers=request.headers
             ) as reply:
                 status = reply.status
+                outcome.request_class = reply.headers.get(_CLASS_HEADER, request.request_class)
                 if status != 200:
                     return _refusal(reply, await reply.read())
                 outcome.queue_time = _seconds(reply.headers.get(_QUEUE_TIME_HEADER), 1e-3)

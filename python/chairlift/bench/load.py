@@ -13,6 +13,8 @@ from chairlift.bench.workload import Request
 
 _PREPARED = 256
 """Requests whose bodies are made before the clock of an open loop starts."""
+_UNREACHABLE_PAUSE_S = 0.1
+"""What a closed loop waits for after no reply at all came: a server that is gone is not polled."""
 
 
 @dataclass(slots=True)
@@ -81,14 +83,16 @@ class Load:
 
         async def work() -> None:
             for request in requests:  # shared: each takes the next one
-                await self._send(request, None)
+                outcome = await self._send(request, None)
+                if outcome.failure is not None and outcome.failure.status is None:
+                    await asyncio.sleep(_UNREACHABLE_PAUSE_S)
                 if end is not None and time.perf_counter() >= end:
                     return
 
         for _ in range(concurrency):
             tasks.create_task(work())
 
-    async def _send(self, request: Request, due: float | None) -> None:
+    async def _send(self, request: Request, due: float | None) -> Outcome:
         lateness = None if due is None else max(0.0, time.perf_counter() - due)
         try:
             outcome = await self._client.send(request, lateness)
@@ -97,3 +101,4 @@ class Load:
             raise
         self.result.outcomes.append(outcome)
         self._on_outcome(outcome)
+        return outcome

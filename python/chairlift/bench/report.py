@@ -81,7 +81,7 @@ def summarise(result: LoadResult, limits: Limits) -> dict[str, object]:
     summary["client_kept_up"] = statistics is None or statistics["p99"] <= _MOST_LATENESS_MS
     groups: tuple[tuple[str, Callable[[Outcome], str | None]], ...] = (
         ("tenants", lambda outcome: outcome.request.tenant),
-        ("classes", lambda outcome: outcome.request.request_class),
+        ("classes", lambda outcome: outcome.request_class),
     )
     for name, key in groups:
         names = sorted({found for outcome in outcomes if (found := key(outcome)) is not None})

@@ -47,7 +47,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--raw", action="store_true", help="continue the text as it is: no chat template"
     )
     group = parser.add_argument_group("files")
-    group.add_argument("--input", type=Path, metavar="FILE", help="JSON Lines; - is standard input")
+    group.add_argument("--input", type=Path, metavar="FILE", help="prompts, as JSON Lines")
     group.add_argument("--output", type=Path, metavar="FILE", help="where the answers go")
     group.add_argument(
         "--window",

@@ -45,7 +45,6 @@ class FileRun:
     """What is to be done with a file of prompts."""
 
     input: Path
-    """``-`` is the standard input."""
     output: Path
     params: SamplingParams
     seed: int
@@ -62,8 +61,6 @@ class FileRun:
         """
         if self.window is not None and self.window < 1:
             raise ConfigError(f"--window is {self.window}; it must be at least 1")
-        if str(self.input) == "-":
-            return
         if not self.input.is_file():
             raise ConfigError(f"{self.input} is no file")
         if self.output.exists() and self.input.samefile(self.output):
@@ -101,9 +98,7 @@ async def generate_file(run: FileRun, model: str | None, options: EngineOptions)
     return 1 if answers.num_errors else 0
 
 
-def _open(path: Path, files: ExitStack) -> tuple[Iterator[bytes], int | None]:
-    if str(path) == "-":
-        return iter(sys.stdin.buffer), None
+def _open(path: Path, files: ExitStack) -> tuple[Iterator[bytes], int]:
     try:
         source = files.enter_context(path.open("rb"))
         num_lines = sum(chunk.count(b"\n") for chunk in _chunks(source))

@@ -110,7 +110,8 @@ def _prompt_line(index: int, data: object, defaults: SamplingParams, *, is_raw: 
 
 def _own_params(body: Mapping[str, object], defaults: SamplingParams) -> SamplingParams:
     for name in _UNSUPPORTED:
-        if body.get(name) not in (None, [], False):
+        value = body.get(name)
+        if not (value is None or value is False or value in ([], {"type": "text"})):
             raise _bad(f"{name!r} is not supported in a file of prompts; remove it")
     if body.get("n") not in (None, 1):
         raise _bad(f"n is {body['n']!r}; a line has one answer, so repeat the line instead")
