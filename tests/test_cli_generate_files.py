@@ -160,6 +160,12 @@ def test_an_input_that_has_grown(files):
     assert answers(files[1]).keys() == {0, 1}
 
 
+def test_no_engine_is_started_where_nothing_is_left(files):
+    write_lines(files[0], ['"one"', "", '"two"'])
+    assert generate(files) == 0
+    assert generate(files, executor="nowhere:Nothing") == 0, "it would have been an error"
+
+
 def test_an_old_error_still_counts(files):
     write_lines(files[0], ["{torn", '"one"'])
     assert generate(files) == 1

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, dropwhile, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -76,26 +76,36 @@ async def generate_file(run: FileRun, model: str | None, options: EngineOptions)
     """
     with ExitStack() as files:
         answers = files.enter_context(AnswerFile(run.output))
+        before = answers.num_answers + answers.num_errors
         source, num_lines = _open(run.input, files)
-        progress = files.enter_context(
-            tqdm(total=num_lines, unit="line", file=sys.stderr, disable=None, dynamic_ncols=True)
-        )
         lines = read_prompts(source, run.params, seed=run.seed, is_raw=run.is_raw)
-        async with AsyncExitStack() as stack:
-            # The event loop has nothing to do while the model loads.
-            engine = AsyncEngine(model, **options)
-            await stack.enter_async_context(engine)
-            before = answers.num_answers + answers.num_errors
-            try:
-                await _FileServer(engine, answers, progress, run.window).serve(lines)
-            except (asyncio.CancelledError, EngineDeadError):
-                progress.close()
-                print(
-                    _summary(answers, before, "stopped; the same command goes on"), file=sys.stderr
-                )
-                raise
-    print(_summary(answers, before, "done"), file=sys.stderr)
+        left = dropwhile(answers.has, lines)
+        first = next(left, None)
+        try:
+            if first is not None:  # else no model is needed
+                progress = files.enter_context(_progress(num_lines, before))
+                async with AsyncExitStack() as stack:
+                    # The event loop has nothing to do while the model loads.
+                    engine = AsyncEngine(model, **options)
+                    await stack.enter_async_context(engine)
+                    server = _FileServer(engine, answers, progress, run.window)
+                    await server.serve(chain([first], left))
+        except (asyncio.CancelledError, EngineDeadError):
+            _say(answers, before, "stopped; the same command goes on")
+            raise
+    _say(answers, before, "done")
     return 1 if answers.num_errors else 0
+
+
+def _progress(num_lines: int, before: int) -> tqdm[None]:
+    return tqdm(
+        total=num_lines,
+        initial=before,
+        unit="line",
+        file=sys.stderr,
+        disable=None,
+        dynamic_ncols=True,
+    )
 
 
 def _open(path: Path, files: ExitStack) -> tuple[Iterator[bytes], int]:
@@ -112,12 +122,14 @@ def _chunks(source: BinaryIO) -> Iterator[bytes]:
     return takewhile(bool, iter(lambda: source.read(_CHUNK_BYTES), None))
 
 
-def _summary(answers: AnswerFile, before: int, state: str) -> str:
+def _say(answers: AnswerFile, before: int, state: str) -> None:
     written = answers.num_answers + answers.num_errors - before
     text = f"{state}: {written:,} lines written to {answers.path}"
     if before:
         text += f", {before:,} were there"
-    return f"{text}; {answers.num_answers:,} answers, {answers.num_errors:,} errors in all"
+    text += f"; {answers.num_answers:,} answers, {answers.num_errors:,} errors in all"
+    # Not over a progress bar.
+    tqdm.write(text, file=sys.stderr)
 
 
 class _FileServer:
@@ -141,7 +153,6 @@ class _FileServer:
             async with asyncio.TaskGroup() as tasks:
                 for line in lines:
                     if self._answers.has(line):
-                        self._progress.update()
                         continue
                     if isinstance(line, BadLine):
                         self._write(line, _error(line.error))
