@@ -247,21 +247,47 @@ asyncio.run(main())
 """
 
 
+def started(program):
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path},
+        text=True,
+    )
+
+
+def wait_for_the_end(pid):
+    deadline = time.monotonic() + 60
+    while not has_ended(pid):
+        assert time.monotonic() < deadline, "the engine outlives its client"
+        time.sleep(0.02)
+
+
 def test_the_engine_ends_with_a_client_that_is_killed():
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    }
-    with subprocess.Popen(
-        [sys.executable, "-c", CLIENT], stdout=subprocess.PIPE, env=environment, text=True
-    ) as client:
+    with started(CLIENT) as client:
         pid = int(client.stdout.readline())
         assert not has_ended(pid)
         client.kill()
         client.wait()
-        deadline = time.monotonic() + 60
-        while not has_ended(pid):
-            assert time.monotonic() < deadline, "the engine outlives its client"
-            time.sleep(0.02)
+        wait_for_the_end(pid)
+
+
+class Loading(ScriptedExecutor):
+    """Is never there."""
+
+    def __init__(self, **options):
+        print(os.getpid(), flush=True)
+        time.sleep(3_600)
+
+
+def test_an_engine_that_still_loads_ends_with_its_client():
+    start = 'from chairlift import AsyncEngine; AsyncEngine(executor="test_engine_process:Loading")'
+    with started(start) as client:
+        pid = int(client.stdout.readline())
+        client.kill()
+        client.wait()
+        wait_for_the_end(pid)
 
 
 def test_what_cannot_be_made_there_is_told_here():

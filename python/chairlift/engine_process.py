@@ -18,6 +18,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import weakref
 from dataclasses import dataclass
 from functools import cached_property
@@ -191,6 +192,13 @@ def _telling(error: BaseException) -> BaseException:
     return error
 
 
+def _watch(end: socket.socket, is_loaded: threading.Event) -> None:
+    """End a process that is still loading when its client is gone; then the link notices."""
+    gone = not end.recv(1, socket.MSG_PEEK)
+    if gone and not is_loaded.is_set():
+        os._exit(1)
+
+
 def main(descriptor: int) -> int:
     """Be the engine of the client at the other end of a socket, until that is gone."""
     # A signal to the whole group is the client's to answer: the engine goes on as long as it does.
@@ -200,6 +208,8 @@ def main(descriptor: int) -> int:
     order = _receive(end)
     if order is None:
         return 1
+    is_loaded = threading.Event()
+    threading.Thread(target=_watch, args=(end, is_loaded), daemon=True).start()
     sys.path[:] = order.path
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("chairlift").setLevel(order.log_level)
@@ -215,6 +225,7 @@ def main(descriptor: int) -> int:
     except BaseException as error:
         _send(end, _telling(error))
         return 1
+    is_loaded.set()
     _send(end, answer)
     engine.core.serve(end.detach())
     engine.shutdown()
