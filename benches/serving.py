@@ -1,0 +1,277 @@
+#!/usr/bin/env python
+"""What the server costs and promises, with real sockets and real clients.
+
+    python benches/serving.py streams    1,000 streams on an executor with steps of 100 ms: how late the
+                                         event loop is, how long /health takes
+    python benches/serving.py overhead   tokens/s over HTTP beside the library's, the default model
+    python benches/serving.py reading    time of an iteration with 64 streams read, and with nobody reading
+    python benches/serving.py flood      a key that floods beside one that does not, the default model
+
+Every figure is the median of ``--reps`` alternating runs; the clients share the machine's cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from chairlift.server.tenants import hash_key
+
+COMMAND = [sys.executable, "-m", "chairlift.cli"]
+BENCH = [*COMMAND, "bench", "--seed", "7", "--json", "-"]
+
+
+@contextlib.contextmanager
+def server(*flags: str) -> Iterator[str]:
+    """A server in processes of its own; its address."""
+    with subprocess.Popen(
+        [*COMMAND, "serve", "--port", "0", "--no-log-requests", *flags],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            line = process.stdout.readline()
+            found = re.search(r"http://\S+", line)
+            if found is None:
+                raise SystemExit(f"the server did not start: {line!r}")
+            yield found[0]
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def load(url: str, *flags: str) -> dict:
+    """Run the load client; its summary."""
+    done = subprocess.run(
+        [*BENCH, "--base-url", url, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"the load client failed: {done.stderr[-2_000:]}")
+    return json.loads(done.stdout[done.stdout.index("{") :])
+
+
+def metrics(url: str) -> dict[str, float]:
+    """Every sample without labels, by name."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {
+            sample.name: sample.value
+            for family in families
+            for sample in family.samples
+            if not sample.labels
+        }
+
+
+def quantile(values: list[float], q: float) -> float:
+    """The value below which a share of all is."""
+    values = sorted(values)
+    return values[min(int(len(values) * q), len(values) - 1)]
+
+
+async def probe(url: str, lasts: Callable[[], bool]) -> list[float]:
+    """Ask /health again and again; seconds each."""
+    host, port = url.removeprefix("http://").split(":")
+    took = []
+    reader, writer = await asyncio.open_connection(host, int(port))
+    while lasts():
+        start = time.perf_counter()
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head)
+        await reader.readexactly(int(length[1]))
+        took.append(time.perf_counter() - start)
+        if b" 200 " not in head.splitlines()[0]:
+            raise SystemExit(f"/health says {head!r}")
+        await asyncio.sleep(0.02)
+    writer.close()
+    return took
+
+
+def streams(args: argparse.Namespace) -> dict:
+    """Many streams on an executor that costs nothing."""
+    count = args.streams
+    flags = ["--executor", "chairlift.testing:PacedExecutor", "--max-num-seqs", str(count)]
+    flags += ["--max-num-batched-tokens", "16384", "--max-model-len", "2048"]
+    with server(*flags) as url:
+        command = [*BENCH, "--base-url", url, "--mode", "closed", "--concurrency", str(count)]
+        command += ["--num-requests", str(count), "--input-tokens", "16", "--output-tokens", "200"]
+        command += ["--vocab-size", "256"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as client:
+            took = asyncio.run(probe(url, lambda: client.poll() is None))
+            summary = json.loads(client.stdout.read())
+        after = metrics(url)
+    return {
+        "streams": count,
+        "output_tokens_per_s": summary["output_tokens_per_s"],
+        "itl_ms": summary["itl_ms"],
+        "health_p99_ms": 1e3 * quantile(took, 0.99),
+        "health_max_ms": 1e3 * max(took),
+        "event_loop_lag_p99_ms": 1e3 * after["chairlift:event_loop_lag_p99_seconds"],
+    }
+
+
+def overhead(args: argparse.Namespace) -> dict:
+    """The same 64 requests (128 in, 64 out) through the library and over HTTP."""
+    in_process, over_http = [], []
+    with server() as url:
+        for _ in range(args.reps):
+            in_process.append(library())
+            summary = load(url, "--num-requests", "64", "--warmup", "2", *W1)
+            over_http.append(summary["output_tokens_per_s"])
+    ratio = statistics.median(over_http) / statistics.median(in_process)
+    return {"library": in_process, "http": over_http, "http_over_library": ratio}
+
+
+W1 = ("--mode", "closed", "--concurrency", "64", "--input-tokens", "128", "--output-tokens", "64")
+LIBRARY = """
+import random, time
+from chairlift import LLM, SamplingParams
+rng = random.Random(7)
+prompts = [[rng.randrange(100, 29_999) for _ in range(128)] for _ in range(66)]
+params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+with LLM() as llm:
+    llm.generate(prompts[64:], params, use_tqdm=False)
+    start = time.perf_counter()
+    llm.generate(prompts[:64], params, use_tqdm=False)
+    print(64 * 64 / (time.perf_counter() - start))
+"""
+
+
+def library() -> float:
+    """Output tokens/s of the library, in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", LIBRARY], stdout=subprocess.PIPE, check=True)
+    return float(done.stdout)
+
+
+def reading(args: argparse.Namespace) -> dict:
+    """Mean time of an iteration of 64 decodes, with their streams read and without."""
+    read, unread = [], []
+    with server() as url:
+        for _ in range(args.reps):
+            for times, stream in ((read, True), (unread, False)):
+                times.append(asyncio.run(iteration_ms(url, stream=stream)))
+    ratio = statistics.median(read) / statistics.median(unread)
+    return {"read_ms": read, "unread_ms": unread, "read_over_unread": ratio}
+
+
+async def iteration_ms(url: str, *, stream: bool) -> float:
+    """Mean milliseconds of a step while 64 requests are answered, as events or as a whole."""
+    host, port = url.removeprefix("http://").split(":")
+    body = {"prompt": [1, 2, 3], "max_tokens": 128, "ignore_eos": True, "stream": stream}
+
+    async def one(seed: int) -> None:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        content = json.dumps(body | {"seed": seed}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        writer.write((head % len(content)).encode() + content)
+        while await reader.read(1 << 16):
+            pass
+        writer.close()
+
+    before = metrics(url)
+    await asyncio.gather(*map(one, range(64)))
+    after = metrics(url)
+    names = ("chairlift:iteration_time_seconds_sum", "chairlift:iteration_time_seconds_count")
+    seconds, steps = (after[name] - before[name] for name in names)
+    return 1e3 * seconds / steps
+
+
+FLOOD = """
+[queue]
+sharing = "fair"
+
+[keys.calm]
+hash = "{calm}"
+tenant = "calm"
+
+[keys.flood]
+hash = "{flood}"
+tenant = "flood"
+"""
+
+
+def flood(args: argparse.Namespace) -> dict:
+    """One key's p99 TTFT beside a key that sends as much as it does, and beside one that floods."""
+    results: dict[str, list] = {"equal_ttft_ms": [], "flood_ttft_ms": [], "iteration_p99_ms": []}
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "chairlift.toml"
+        config.write_text(FLOOD.format(calm=hash_key("calm-key"), flood=hash_key("flood-key")))
+        flags = ["--config", str(config), "--max-num-seqs", "8", "--max-num-batched-tokens", "256"]
+        with server(*flags) as url:
+            for _ in range(args.reps):
+                for name, others in (("equal_ttft_ms", 4), ("flood_ttft_ms", args.flood)):
+                    summary, steps = beside(url, others)
+                    results[name].append(summary["ttft_ms"]["p99"])
+                    if name == "flood_ttft_ms":
+                        results["iteration_p99_ms"].append(steps)
+    medians = {name: statistics.median(values) for name, values in results.items()}
+    raised = medians["flood_ttft_ms"] - medians["equal_ttft_ms"]
+    return {**results, "raised_in_p99_iterations": raised / medians["iteration_p99_ms"]}
+
+
+def beside(url: str, others: int) -> tuple[dict, float]:
+    """The calm key's summary with 4 at once, beside ``others`` at once of the other key."""
+    shape = ["--input-tokens", "64", "--output-tokens", "32", "--base-url", url]
+    noise = [*BENCH, *shape, "--api-key", "flood-key", "--mode", "closed"]
+    noise += ["--concurrency", str(others), "--duration", "600", "--num-requests", "1000000"]
+    before = buckets(url)
+    with subprocess.Popen(noise, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as client:
+        try:
+            time.sleep(5)  # both are well under way
+            calm = ["--api-key", "calm-key", "--mode", "closed", "--concurrency", "4"]
+            summary = load(url, *shape, *calm, "--num-requests", "120")
+        finally:
+            client.kill()
+    return summary, 1e3 * p99_of(before, buckets(url))
+
+
+def buckets(url: str) -> dict[float, float]:
+    """Cumulative counts of iteration times by upper bound."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {
+            float(sample.labels["le"]): sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == "chairlift:iteration_time_seconds_bucket"
+        }
+
+
+def p99_of(before: dict[float, float], after: dict[float, float]) -> float:
+    """The upper bound of the bucket that the 99th percentile is in."""
+    counts = {bound: after[bound] - before[bound] for bound in sorted(after)}
+    total = max(counts.values())
+    return next(bound for bound, count in counts.items() if count >= 0.99 * total)
+
+
+EXPERIMENTS = {"streams": streams, "overhead": overhead, "reading": reading, "flood": flood}
+
+
+def main() -> None:
+    """Run one experiment, print its figures as JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("experiment", choices=EXPERIMENTS)
+    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=1_000)
+    parser.add_argument("--flood", type=int, default=64, help="requests of the flood at once")
+    args = parser.parse_args()
+    print(json.dumps(EXPERIMENTS[args.experiment](args), indent=1))
+
+
+if __name__ == "__main__":
+    main()
