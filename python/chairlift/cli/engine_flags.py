@@ -49,6 +49,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     flag("--max-queued-requests", type=int, metavar="N", help="most requests that wait")
     flag("--max-queued-tokens", type=int, metavar="N", help="most prompt tokens that wait")
     flag("--max-in-flight-steps", type=int, metavar="N", help="steps at once; only 1 today")
+    flag(
+        "--step-timeout",
+        type=int,
+        metavar="N",
+        help="seconds after which a step that has not come back ends the engine",
+    )
     flag("--attention-backend", choices=["cpu", "reference"], help="attention kernels")
     flag("--num-threads", type=int, metavar="N", help="threads of the forward pass")
     flag("--max-logprobs", type=int, metavar="N", help="most log-probabilities per position")

@@ -71,6 +71,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="N",
         help="where the seeds of requests without one come from (0)",
     )
+    parser.add_argument(
+        "--isolation",
+        choices=["process", "thread"],
+        default="process",
+        help="where the engine runs: in a process of its own, or in threads of the server's",
+    )
     add_engine_flags(parser)
     parser.set_defaults(run=run)
 
@@ -111,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     def make_engine() -> AsyncEngine:
         from chairlift.async_engine import AsyncEngine  # noqa: PLC0415
 
-        return AsyncEngine(args.model, **options)
+        return AsyncEngine(args.model, isolation=args.isolation, **options)
 
     sock = bind(args.host, args.port)
     port = sock.getsockname()[1]

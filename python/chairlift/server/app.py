@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
@@ -33,7 +34,7 @@ from chairlift.server.tokenizing import detokenize, tokenize
 if TYPE_CHECKING:
     from chairlift.async_engine import AsyncEngine
 
-_BODIES = {
+_BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/tokenize": TokenizeRequest,
@@ -229,10 +230,10 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         reference = "#/components/schemas/{model}"
-        models = sorted(set(_BODIES.values()), key=lambda model: model.__name__)
-        _, definitions = models_json_schema(
-            [(model, "validation") for model in models], ref_template=reference
-        )
+        models: list[tuple[type[BaseModel], Literal["validation"]]] = [
+            (model, "validation") for model in _BODIES.values()
+        ]
+        _, definitions = models_json_schema(models, ref_template=reference)
         schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
         for path, model in _BODIES.items():
             schema["paths"][path]["post"]["requestBody"] = {

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from chairlift.outputs import Delta
+    from chairlift.prompts import ChatPrompt
 
 
 async def answer_chat(exchange: Exchange[ChatRequest], request: ChatRequest) -> None:
@@ -36,17 +37,14 @@ async def answer_chat(exchange: Exchange[ChatRequest], request: ChatRequest) -> 
     kwargs = dict(request.chat_template_kwargs or {})
     if request.documents:
         kwargs["documents"] = request.documents
-    stream = engine.generate(
-        {
-            "messages": messages,
-            "add_generation_prompt": request.add_generation_prompt,
-            "chat_template_kwargs": kwargs,
-            **({} if request.cache_salt is None else {"cache_salt": request.cache_salt}),
-        },
-        params,
-        priority=request.priority,
-        **exchange.options(request),
-    )
+    prompt: ChatPrompt = {
+        "messages": messages,
+        "add_generation_prompt": request.add_generation_prompt,
+        "chat_template_kwargs": kwargs,
+    }
+    if request.cache_salt is not None:
+        prompt["cache_salt"] = request.cache_salt
+    stream = engine.generate(prompt, params, priority=request.priority, **exchange.options(request))
     generation = Generation([stream], request.n, exchange.usage)
     head: dict[str, object] = {
         "id": new_id("chatcmpl"),

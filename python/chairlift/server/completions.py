@@ -19,13 +19,13 @@ from chairlift.server.generation import Answer, Generation, check_size, collect,
 from chairlift.server.logprobs import CompletionLogprobs, Shower
 from chairlift.server.protocol import CompletionRequest
 from chairlift.server.sse import Chunks
-from chairlift.server.tokenizing import encode
 from chairlift.server.vocabulary import TextOffsets
 
 if TYPE_CHECKING:
-    from chairlift.async_engine import AsyncEngine, DeltaStream
+    from chairlift.async_engine import AsyncEngine
+    from chairlift.delta_stream import DeltaStream
     from chairlift.outputs import Delta
-    from chairlift.prompts import Prompt
+    from chairlift.prompts import Prompt, TextPrompt, TokensPrompt
     from chairlift.server.service import Service
 
 TextOrIds = str | list[int]
@@ -247,7 +247,7 @@ async def _answer_echo(
     for prompt in prompts:
         if isinstance(prompt, str):
             ids = await asyncio.to_thread(
-                encode, engine.tokenizer, prompt, request.add_special_tokens
+                engine.tokenizer.encode, prompt, request.add_special_tokens
             )
         else:
             ids = prompt
@@ -343,10 +343,14 @@ def _check_length(num_tokens: int, max_model_len: int) -> None:
 
 
 def _engine_prompt(prompt: TextOrIds, request: CompletionRequest) -> Prompt:
-    salt = {} if request.cache_salt is None else {"cache_salt": request.cache_salt}
+    form: TextPrompt | TokensPrompt
     if isinstance(prompt, str):
-        return {"prompt": prompt, "add_special_tokens": request.add_special_tokens, **salt}
-    return {"prompt_token_ids": prompt, **salt}
+        form = {"prompt": prompt, "add_special_tokens": request.add_special_tokens}
+    else:
+        form = {"prompt_token_ids": prompt}
+    if request.cache_salt is not None:
+        form["cache_salt"] = request.cache_salt
+    return form
 
 
 def _cut(position: PositionLogprobs | None, wanted: int) -> PositionLogprobs | None:

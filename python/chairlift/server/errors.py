@@ -38,6 +38,14 @@ _TYPES = {
     504: "timeout_error",
 }
 _FIELD = re.compile(r"(?:token id \S+ in )?([a-z][a-z_]*) is ")
+_FIELDS = {
+    "too_many_answers": "n",
+    "unknown_class": "service_tier",
+    "stop_string_empty": "stop",
+    "too_many_stop_strings": "stop",
+    "stop_strings_too_long": "stop",
+}
+"""By code, the field that a message does not begin with."""
 _SUPPLIED_TEXT = ("bad_text", "bad_chat_messages", "chat_template_refused", "chat_template_failed")
 """Codes of a tokenizer's errors that are about the request, not about the model."""
 
@@ -141,7 +149,7 @@ def _invalid_field(
     message = str(error)
     match = _FIELD.match(message)
     if match is None:
-        return invalid("n" if error.code == "too_many_answers" else None, message, error.code)
+        return invalid(_FIELDS.get(error.code), message, error.code)
     name = match[1]
     known = {"prompt": prompt_field, "token_ids": prompt_field, **renames}.get(name, name)
     if known != name:

@@ -11,7 +11,7 @@ from chairlift.outputs import Delta, PositionLogprobs
 from chairlift.server.errors import closed, invalid
 
 if TYPE_CHECKING:
-    from chairlift.async_engine import DeltaStream
+    from chairlift.delta_stream import DeltaStream
     from chairlift.server.usage import TenantUsage
     from chairlift.server.vocabulary import Vocabulary
 
@@ -53,6 +53,8 @@ class Generation:
             await self.streams[0].start()
         else:
             await _together(stream.start() for stream in self.streams)
+        if any(stream.queue_time is None for stream in self.streams):
+            raise closed("the server is shutting down; use another", code="aborted")
         self._usage.prompt_tokens += self.num_prompt_tokens
         self._usage.cached_tokens += self.num_cached_tokens
 
@@ -138,7 +140,14 @@ def check_size(
     Raises:
         HttpError: 400.
     """
-    num_bytes = sum(map(_num_bytes, texts))
+    try:
+        num_bytes = sum(map(_num_bytes, texts))
+    except UnicodeEncodeError:
+        raise invalid(
+            field,
+            f"{field} holds a lone surrogate (\\ud800 to \\udfff), which has no UTF-8: remove it",
+            "bad_text",
+        ) from None
     longest = vocabulary.longest
     if num_bytes > longest * max_model_len:
         raise invalid(
@@ -151,8 +160,7 @@ def check_size(
 
 
 def _num_bytes(text: str) -> int:
-    """A lower bound of the text's UTF-8 bytes; exact where it might matter."""
-    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    return len(text) if text.isascii() else len(text.encode("utf-8"))
 
 
 async def _together(parts: Iterable[Awaitable[None]]) -> None:

@@ -94,7 +94,7 @@ def chat_messages(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
     """Messages as a template takes them: ``developer`` is ``system``, arguments are objects."""
     plain: list[dict[str, object]] = []
     for message in messages:
-        entry = message.model_dump(exclude_none=True)
+        entry = {"content": "", **message.model_dump(exclude_none=True)}
         if message.role == "developer":
             entry["role"] = "system"
         calls = entry.get("tool_calls")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from chairlift.prompts import template_options
 from chairlift.server.errors import invalid
 from chairlift.server.messages import chat_messages
 from chairlift.server.protocol import DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
-    from chairlift.engine import TokenizerLike
     from chairlift.server.service import Service
 
 
@@ -43,14 +43,6 @@ def _encode(service: Service, request: TokenizeRequest) -> list[int]:
     if request.messages is not None:
         return tokenizer.apply_chat_template(
             chat_messages(request.messages),
-            request.add_generation_prompt,
-            **(request.chat_template_kwargs or {}),
+            **template_options(request.add_generation_prompt, request.chat_template_kwargs),
         )
-    return encode(tokenizer, request.prompt or "", request.add_special_tokens is not False)
-
-
-def encode(tokenizer: TokenizerLike, text: str, add_special_tokens: bool) -> list[int]:
-    """Token ids; only a tokenizer that adds tokens needs to know how not to."""
-    if add_special_tokens:
-        return tokenizer.encode(text)
-    return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode(request.prompt or "", request.add_special_tokens is not False)
