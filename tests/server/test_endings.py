@@ -6,11 +6,12 @@ import json
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
-from conftest import LONG, events, http_post
 
 from chairlift.testing import ScriptedExecutor
+from conftest import LONG, events, http_post
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -127,11 +128,10 @@ class TestDisconnects:
         server.wait_for(live=1)
         server.wait_for(live=0)
         assert server.metrics()["aborted"] == 1
-        with pytest.raises((ConnectionError, TimeoutError)):
-            sock.settimeout(LONG)
-            while True:
-                if not sock.recv(65_536):
-                    raise ConnectionError
+        sock.settimeout(LONG)
+        with suppress(ConnectionError):  # what is unread is lost
+            while sock.recv(65_536):
+                pass
         sock.close()
         server.check_alive()
 
@@ -158,7 +158,7 @@ class TestEqualRequestIds:
 
 class TestFailures:
     def test_a_row_that_fails(self, start_server):
-        """One of four fails at its fifth token: its stream ends with an error, the others do not."""
+        """One of four fails at its sixth token: its stream ends with an error, the others go on."""
         executor = ScriptedExecutor(step_time=0.001, fail_rows={"bad": 5})
         server = start_server(executor)
         socks = {
@@ -257,7 +257,7 @@ class TestTheDrain:
         assert server.exit_code == 0
 
     def test_the_grace_time_ends(self, start_server):
-        """Streams get an error, what was not begun a status, a client that reads nothing the door."""
+        """Streams get an error; what was not begun yet, a status."""
         executor = ScriptedExecutor(step_time=0.02, num_kv_blocks=512)
         server = start_server(
             executor, max_num_seqs=2, max_model_len=4_096, settings={"shutdown_grace": 0.3}

@@ -245,13 +245,20 @@ def test_null_is_the_default_and_unknown_fields_are_ignored(server):
     """What clients send: nulls for what they have no opinion on, and fields of their own."""
     plain = {"messages": USER, "max_tokens": 6, "temperature": 0}
     wanted = server.post(CHAT, plain).json()["choices"]
-    nulls = dict.fromkeys(
-        (
-            "top_p seed stop n stream stream_options logit_bias user logprobs top_logprobs tools "
-            "presence_penalty frequency_penalty response_format tool_choice service_tier "
-            "max_completion_tokens functions priority deadline_ms model"
-        ).split()
-    )
+    names = [
+        "top_p",
+        "seed",
+        "stop",
+        "n",
+        "stream",
+        "stream_options",
+        "logit_bias",
+        "user",
+        "model",
+    ]
+    names += ["logprobs", "top_logprobs", "tools", "presence_penalty", "frequency_penalty"]
+    names += ["response_format", "tool_choice", "service_tier", "max_completion_tokens"]
+    nulls = dict.fromkeys([*names, "model", "functions", "priority", "deadline_ms"])
     harmless = {
         "tools": [],
         "tool_choice": "none",

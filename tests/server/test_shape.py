@@ -69,7 +69,7 @@ def test_a_chat_answer(server):
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_stream_says_what_the_whole_answer_says(server, path, n):
-    """Every chunk with one id and time; the role, deltas, one empty finish chunk for each choice."""
+    """One id and time in all chunks; of each choice the role, deltas, and an empty last chunk."""
     whole = server.post(path, body_of(path, n=n)).json()
     chunks = server.stream(path, body_of(path, n=n))
     assert chunks.count("[DONE]") == 1

@@ -233,6 +233,8 @@ def bind(host: str, port: int) -> socket.socket:
         ConfigError: says why it cannot be.
     """
     try:
+        if not 0 <= port < 2**16:
+            raise OverflowError("a port is from 0 to 65535")
         family, kind, number, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
 
 from chairlift.config import Config, PolicyConfig
-from chairlift.config_file import load_config
+from chairlift.config_file import load_config, naming
 from chairlift.server.errors import HttpError, closed, invalid
 from chairlift.server.settings import ServerSettings, effective_config
 from chairlift.server.tenants import Caller, KeyRing, with_header
@@ -151,7 +151,8 @@ class Service:
             raise invalid(None, "the server was started without --config: there is no file to read")
         read = await asyncio.to_thread(load_config, source)
         config = effective_config(read, self.settings.queue_timeout)
-        await engine.reload(config)
+        with naming(source):
+            await engine.reload(config)
         self._use(config)
         return sorted(config.policy.tenants)
 
