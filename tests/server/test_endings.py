@@ -220,6 +220,23 @@ class TestFailures:
         server.join()
         assert server.exit_code == 1
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_an_engine_that_somebody_shuts_down(self, start_server, stream):
+        """What runs gets an error, what waits a status, whether or not it is to be a stream."""
+        executor = ScriptedExecutor(step_time=0.01)
+        server = start_server(executor, max_num_seqs=1)
+        with server.raw(long_request()) as running:
+            server.wait_for(running_sequences=1)
+            with server.raw(long_request(stream=stream)) as waiting:
+                server.wait_for(queued=1)
+                server.on_loop(server.engine.shutdown())
+                chunks = events(body_of(read_all(running)))
+                assert chunks[-1]["error"]["type"] == "overloaded_error"
+                assert "[DONE]" not in chunks
+                assert waiting.recv(4_096).startswith(b"HTTP/1.1 503 ")
+        server.join()
+        assert server.exit_code == 1
+
     def test_the_request_timeout(self, start_server):
         server = start_server(ScriptedExecutor(step_time=0.01), settings={"request_timeout": 0.3})
         answer = server.post(TEXT, {"prompt": "x", "max_tokens": 200})

@@ -357,3 +357,21 @@ def test_the_description_has_the_bodies(server):
     assert "messages" in schema["components"]["schemas"]["ChatRequest"]["properties"]
     assert "$defs" not in json.dumps(schema)
     assert server.client.get("/docs").status_code == 200
+
+
+def test_a_long_answer_is_written_on_a_thread(start_server):
+    """What it says is what a short one says, and the event loop goes on meanwhile."""
+    executor = ScriptedExecutor(num_kv_blocks=1_024)
+    server = start_server(executor, max_model_len=4_096, max_num_batched_tokens=4_096)
+    body = {"prompt": [97] * 3_000, "max_tokens": 300, "echo": True, "logprobs": 20}
+    choice = server.complete(**body)["choices"][0]
+    assert choice["text"].startswith("a" * 3_000)
+    assert len(choice["logprobs"]["tokens"]) == 3_300
+    chunks = server.stream(TEXT, body)
+    assert texts_of(chunks) == {0: choice["text"]}
+    tops = [
+        top
+        for chunk in chunks[:-2]
+        for top in (chunk["choices"][0]["logprobs"] or {"top_logprobs": []})["top_logprobs"]
+    ]
+    assert tops == choice["logprobs"]["top_logprobs"]

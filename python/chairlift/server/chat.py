@@ -112,17 +112,16 @@ async def _whole(
 ) -> None:
     answers = await collect(generation)
     stream = generation.streams[0]
-    content: dict[str, object] = {
-        **head,
-        "choices": [
-            _choice(index, answer, request, shower) for index, answer in enumerate(answers)
-        ],
-        "usage": generation.usage(),
-    }
-    if request.return_token_ids:
-        content["prompt_token_ids"] = stream.prompt_token_ids
-    if request.prompt_logprobs is not None:
-        content["prompt_logprobs"] = shower.prompt(stream.prompt_logprobs or [])
+
+    def content() -> dict[str, object]:
+        choices = [_choice(i, answer, request, shower) for i, answer in enumerate(answers)]
+        content = {**head, "choices": choices, "usage": generation.usage()}
+        if request.return_token_ids:
+            content["prompt_token_ids"] = stream.prompt_token_ids
+        if request.prompt_logprobs is not None:
+            content["prompt_logprobs"] = shower.prompt(stream.prompt_logprobs or [])
+        return content
+
     await exchange.send_json(content, generation)
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from chairlift.prompts import Prompt, TextPrompt, TokensPrompt
     from chairlift.server.service import Service
 
+_INLINE_TOKENS = 1_000
+"""A prompt up to this long is shown on the event loop."""
 TextOrIds = str | list[int]
 
 
@@ -82,7 +84,7 @@ async def answer_completion(
             answers = await collect(generation)
             if request.max_tokens == 0:
                 _drop_outputs(generation, answers)
-            await exchange.send_json(shape.whole(answers, generation), generation)
+            await exchange.send_json(lambda: shape.whole(answers, generation), generation)
     finally:
         await generation.close()
 
@@ -195,15 +197,18 @@ async def _stream(
         """Send the prompt; its log-probabilities are known when the first token is."""
         to_introduce.discard(index)
         prompt = shape.prompts[index // n]
-        logprobs = shape.prompt_logprobs(prompt)
-        await send(
-            choices[index].detailed(
+
+        def chunk() -> bytes:
+            logprobs = shape.prompt_logprobs(prompt)
+            return choices[index].detailed(
                 prompt.text,
                 None if logprobs is None else logprobs.as_json(),
                 [] if request.return_token_ids else None,
                 prompt.token_ids if request.return_token_ids else None,
             )
-        )
+
+        is_short = len(prompt.token_ids) <= _INLINE_TOKENS
+        await send(chunk() if is_short else await asyncio.to_thread(chunk))
 
     async def on_delta(index: int, delta: Delta) -> None:
         choice = choices[index]
@@ -258,7 +263,9 @@ async def _answer_echo(
     usage = usage_of(num_prompt_tokens, 0, cached=0)
     answers = [Answer(finish_reason="length") for _ in range(len(shape.prompts) * request.n)]
     if not request.stream:
-        await exchange.send_json({**shape.whole(answers, generation), "usage": usage}, generation)
+        await exchange.send_json(
+            lambda: {**shape.whole(answers, generation), "usage": usage}, generation
+        )
         return
     has_usage = request.stream_options is not None and request.stream_options.include_usage
     chunks = Chunks(shape.head, is_chat=False, has_usage=has_usage)

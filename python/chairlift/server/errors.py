@@ -37,7 +37,7 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_FIELD = re.compile(r"(?:token id \S+ in )?([a-z][a-z_]*) is ")
+_FIELD = re.compile(r"(?:token id \S+ in )?([a-z][a-z_]*) (?:is|must|has) ")
 _FIELDS = {
     "too_many_answers": "n",
     "unknown_class": "service_tier",

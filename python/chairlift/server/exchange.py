@@ -43,6 +43,8 @@ _EVENTS = (
     (b"x-accel-buffering", b"no"),
 )
 _MOST_ID_CHARACTERS = 128
+INLINE_ENTRIES = 4_000
+"""Log-probabilities and ids up to which an answer is written on the event loop."""
 
 DISCONNECTED = "disconnected"
 SLOW_READER = "slow reader"
@@ -149,10 +151,16 @@ class Exchange(Response, Generic[RequestT]):
         """Where the tenant's tokens are counted."""
         return self.service.usage.of(self._caller.tenant)
 
-    async def send_json(self, content: Mapping[str, object], generation: Generation) -> None:
-        """Send a whole answer."""
+    async def send_json(
+        self, content: Callable[[], Mapping[str, object]], generation: Generation
+    ) -> None:
+        """Send a whole answer; it is written on a thread if it has much to say of each token."""
         self.record.completion_tokens = generation.num_output_tokens
-        await self._send_whole(200, json.dumps(content).encode("ascii"), {})
+        if generation.num_entries <= INLINE_ENTRIES:
+            body = json.dumps(content()).encode("ascii")
+        else:
+            body = await asyncio.to_thread(lambda: write_long(content()))
+        await self._send_whole(200, body, {})
 
     async def begin_stream(self) -> None:
         """Send the status line of a stream."""
@@ -277,6 +285,11 @@ class Exchange(Response, Generic[RequestT]):
         if self.service.settings.log_requests:
             self.record.duration = time.monotonic() - self._arrival
             requests_logger.info(self.record.line())
+
+
+def write_long(content: Mapping[str, object]) -> bytes:
+    """JSON, written piece by piece: ``json.dumps`` would hold the interpreter's lock throughout."""
+    return "".join(json.JSONEncoder().iterencode(content)).encode("ascii")
 
 
 class _Timer:

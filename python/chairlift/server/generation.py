@@ -26,6 +26,8 @@ class Generation:
         self.streams = streams
         self.n = n
         self.num_output_tokens = 0
+        self._num_output_entries = 0
+        """Log-probabilities, or else tokens, of the outputs."""
         self._usage = usage
 
     @property
@@ -37,6 +39,16 @@ class Generation:
     def num_cached_tokens(self) -> int:
         """Of the prompts' tokens, those that the prefix cache had."""
         return sum(stream.num_cached_tokens for stream in self.streams)
+
+    @property
+    def num_entries(self) -> int:
+        """Log-probabilities (or else tokens) that there are to tell, about."""
+        prompts = (
+            len(position or ())
+            for stream in self.streams
+            for position in stream.prompt_logprobs or ()
+        )
+        return self._num_output_entries + self.num_prompt_tokens + sum(prompts)
 
     @property
     def queue_time(self) -> float:
@@ -86,6 +98,8 @@ class Generation:
             count = len(delta.token_ids)
             self.num_output_tokens += count
             self._usage.completion_tokens += count
+            logprobs = delta.logprobs
+            self._num_output_entries += count if logprobs is None else sum(map(len, logprobs))
             if delta.finish_reason == "abort":
                 raise closed("the server is shutting down; use another", code="aborted")
             await on_delta(first + delta.index, delta)
@@ -140,27 +154,29 @@ def check_size(
     Raises:
         HttpError: 400.
     """
+    longest = vocabulary.longest
     try:
-        num_bytes = sum(map(_num_bytes, texts))
+        num_bytes = sum(_num_bytes(text, longest * max_model_len) for text in texts)
     except UnicodeEncodeError:
         raise invalid(
             field,
             f"{field} holds a lone surrogate (\\ud800 to \\udfff), which has no UTF-8: remove it",
             "bad_text",
         ) from None
-    longest = vocabulary.longest
     if num_bytes > longest * max_model_len:
+        num_tokens = -(-num_bytes // longest)
         raise invalid(
             field,
-            f"the prompt has {num_bytes} bytes, which are at least {-(-num_bytes // longest)} "
-            f"tokens, but at most {max_model_len - 1} fit beside one output token in the context "
+            f"the prompt has {num_bytes} bytes or more, which are at least {num_tokens} tokens, "
+            f"but at most {max_model_len - 1} fit beside one output token in the context "
             f"of {max_model_len}; shorten the prompt or raise max_model_len",
             "context_length_exceeded",
         )
 
 
-def _num_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode("utf-8"))
+def _num_bytes(text: str, most: int) -> int:
+    """Bytes of the text's UTF-8; of one that is too long anyway, at least so many."""
+    return len(text) if text.isascii() or len(text) > most else len(text.encode("utf-8"))
 
 
 async def _together(parts: Iterable[Awaitable[None]]) -> None:

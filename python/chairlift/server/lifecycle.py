@@ -151,12 +151,16 @@ class Lifecycle:
 
     async def _watch(self, engine: AsyncEngine) -> None:
         """Return when the engine ends; meanwhile see whether its steps end."""
-        limit_us = self._settings.stall_timeout * 1e6
+        limit = self._settings.stall_timeout
         while engine.end_reason is None:
             await asyncio.sleep(_LOOK_EVERY_S)
-            with contextlib.suppress(ChairliftError):
-                metrics = await engine.metrics()
-                self.service.is_stalled = metrics["in_flight_us"] > limit_us
+            try:
+                metrics = await asyncio.wait_for(engine.metrics(), limit)
+                self.service.is_stalled = metrics["in_flight_us"] > limit * 1e6
+            except TimeoutError:
+                self.service.is_stalled = True
+            except ChairliftError:
+                continue  # it has ended
 
     async def _load(self) -> AsyncEngine | None:
         """Load the engine on a thread that does not keep the process; None: a signal came first."""

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from chairlift.server.errors import invalid
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def _whole_characters(text: str) -> str:
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise PydanticCustomError(
+                "bad_text", "it must be text without lone surrogates"
+            ) from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole_characters)]
+"""Text that has a UTF-8: JSON can name halves of characters."""
 
 
 class Fields(BaseModel):
@@ -29,8 +45,8 @@ class Fields(BaseModel):
 class ContentPart(Fields):
     """A part of a message; only text is supported."""
 
-    type: str
-    text: str | None = None
+    type: Text
+    text: Text | None = None
 
 
 class ChatMessage(Fields):
@@ -38,11 +54,11 @@ class ChatMessage(Fields):
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
-    role: str = Field(description=f"one of {', '.join(ROLES)}")
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
+    role: Text = Field(description=f"one of {', '.join(ROLES)}")
+    content: Text | list[ContentPart] | None = None
+    name: Text | None = None
     tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: Text | None = None
 
 
 def shown(value: object) -> str:

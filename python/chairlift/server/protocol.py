@@ -14,7 +14,14 @@ from pydantic import Field, ValidationError
 
 from chairlift.sampling import SamplingParams
 from chairlift.server.errors import HttpError, invalid
-from chairlift.server.messages import ChatMessage, ContentPart, Fields, check_messages, shown
+from chairlift.server.messages import (
+    ChatMessage,
+    ContentPart,
+    Fields,
+    Text,
+    check_messages,
+    shown,
+)
 
 MOST_ANSWERS = 128
 """Largest ``n``, as OpenAI's."""
@@ -29,7 +36,7 @@ class Body(Fields):
     prompt_field: ClassVar[str]
     """The field that errors of the prompt name."""
 
-    model: str | None = Field(None, description="one of GET /v1/models; left out: the first")
+    model: Text | None = Field(None, description="one of GET /v1/models; left out: the first")
 
     def check(self) -> None:
         """Check what types cannot say.
@@ -54,12 +61,12 @@ class GenerationRequest(Body):
     temperature: Number = 1.0
     top_p: Number = 1.0
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     presence_penalty: Number = 0.0
     frequency_penalty: Number = 0.0
     logit_bias: dict[str, Number] | None = None
-    user: str | None = Field(None, description="a sub-flow of the tenant; shares its turn fairly")
-    service_tier: str | None = Field(None, description="auto, default, or the name of a class")
+    user: Text | None = Field(None, description="a sub-flow of the tenant; shares its turn fairly")
+    service_tier: Text | None = Field(None, description="auto, default, or the name of a class")
     # vLLM's extensions
     top_k: int = 0
     min_p: Number = 0.0
@@ -73,7 +80,7 @@ class GenerationRequest(Body):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     priority: int = Field(0, description="order within the class; lower is sooner")
-    cache_salt: str | None = None
+    cache_salt: Text | None = None
     # Chairlift's own
     deadline_ms: Number | None = Field(
         None, description="time to the first token after which the answer is of no use"
@@ -213,7 +220,7 @@ class TokenizeRequest(Body):
 
     prompt_field: ClassVar[str] = "prompt"
 
-    prompt: str | None = None
+    prompt: Text | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
