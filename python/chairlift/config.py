@@ -12,7 +12,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from chairlift.errors import ConfigError
@@ -369,13 +369,14 @@ def _table(cls: type[T], error: type[_KindError] = _KindError) -> Callable[[obje
             return value
         if not isinstance(value, Mapping):
             raise error("a table")
-        known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+        options = fields(cls)  # type: ignore[arg-type]
+        known = [item.name for item in options]
         check_keys(value, known)
-        try:
-            return cls(**value)
-        except TypeError:
-            missing = ", ".join(name for name in known if name not in value)
-            raise error(f"a table of {' and '.join(known)}; {missing} is missing") from None
+        needed = [item.name for item in options if item.default is item.default_factory is MISSING]
+        missing = [name for name in needed if name not in value]
+        if missing:
+            raise error(f"a table of {' and '.join(needed)}; {', '.join(missing)} is missing")
+        return cls(**value)
 
     return read
 
@@ -388,7 +389,7 @@ def _named(
 
     def read(value: object) -> dict[str, T]:
         if not isinstance(value, Mapping):
-            raise _KindError("a table of tables")
+            raise error_kind("a table of tables")
         kept = {}
         for name, entry in value.items():
             _text(name)

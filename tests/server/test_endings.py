@@ -9,9 +9,9 @@ import time
 from contextlib import suppress
 
 import pytest
+from running_server import LONG, events, http_post
 
 from chairlift.testing import ScriptedExecutor
-from conftest import LONG, events, http_post
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
+from running_server import LONG, http_post
 
 from chairlift.cli import main
 from chairlift.server.lifecycle import bind
 from chairlift.server.tenants import hash_key
-from conftest import LONG, http_post
 
 
 @contextmanager

@@ -64,20 +64,20 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default="warning",
         choices=["critical", "error", "warning", "info", "debug"],
     )
-    parser.add_argument(
+    engine = add_engine_flags(parser)
+    engine.add_argument(
         "--seed",
         type=int,
         default=argparse.SUPPRESS,
         metavar="N",
         help="where the seeds of requests without one come from (0)",
     )
-    parser.add_argument(
+    engine.add_argument(
         "--isolation",
         choices=["process", "thread"],
         default="process",
         help="where the engine runs: in a process of its own, or in threads of the server's",
     )
-    add_engine_flags(parser)
     parser.set_defaults(run=run)
 
 
