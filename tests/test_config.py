@@ -16,6 +16,7 @@ from chairlift import (
     ConfigError,
     EngineDeadError,
     JoinConfig,
+    KeyConfig,
     PolicyConfig,
     PriceConfig,
     SamplingParams,
@@ -78,6 +79,13 @@ burst_tokens = 10_000
 [shedding]
 above = "30s"
 below = "20s"
+
+[keys.ops]
+hash = "sha256:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
+tenant = "acme"
+default_class = "batch"
+best_class = "interactive"
+admin = true
 """
 
 
@@ -137,12 +145,22 @@ def test_every_key_is_read(write):
             join=JoinConfig(size=32, delay=0.05),
             preempt_to_admit=False,
         ),
+        keys={
+            "ops": KeyConfig(
+                hash=f"sha256:{'a' * 32}{'b' * 32}",
+                tenant="acme",
+                default_class="batch",
+                best_class="interactive",
+                admin=True,
+            )
+        },
     )
     assert list(config.policy.classes) == ["interactive", "batch"], "the first is the default"
     written = tomllib.loads(EVERYTHING)
     assert written["queue"].keys() == set(QUEUE_KEYS), "the test leaves a key out"
     assert written["classes"]["interactive"].keys() == names(ClassConfig)
     assert written["tenants"]["acme"].keys() == names(TenantConfig)
+    assert written["keys"]["ops"].keys() == names(KeyConfig)
 
 
 def names(cls):
@@ -307,6 +325,27 @@ def test_an_error_says_where_what_and_what_is_allowed(write, text, message, caps
     assert capsys.readouterr().err == captured.err
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[keys.a]\nhash = "s3cret"', r'keys\.a\.hash must be "sha256:" and 64 hexadecimal'),
+        ("[keys.a]\nhash = 5", r"keys\.a\.hash must be"),
+        ('[keys.a]\nkey = "s3cret"', r"keys\.a\.key is no setting"),
+        ('[keys.a]\ntenant = "s3cret"', r"keys\.a must be a table of hash; hash is missing"),
+        ('[keys]\na = "s3cret"', r"keys\.a must be a table"),
+        ('keys = "s3cret"', r"keys must be a table of tables"),
+        (
+            f'[keys.a]\nhash = "sha256:{"0" * 64}"\nbest_class = "none"',
+            r"keys\.a\.best_class is 'none'; it must be one of the classes, default",
+        ),
+    ],
+)
+def test_a_key_that_cannot_be_is_not_shown(write, text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        Config.from_file(write(text))
+    assert "s3cret" not in str(caught.value)
+
+
 def test_a_file_that_cannot_be_read(tmp_path, capsys):
     for path, why in ((tmp_path / "none.toml", "No such file"), (tmp_path, "Is a directory")):
         assert main(["config", "check", str(path)]) == 2
@@ -467,11 +506,12 @@ def test_the_document_lists_every_key_with_its_default():
         "`[classes.NAME]`": names(ClassConfig),
         "`[tenants.NAME]` and `[default_tenant]`": names(TenantConfig),
         "`[shedding]`": names(SheddingConfig),
+        "`[keys.NAME]`": names(KeyConfig),
     }
     assert {title: set(told[title]) for title in expected} == expected
     assert {title.split("]")[0].strip("`[").split(".")[0] for title in expected} | {
         "default_tenant"
-    } == {"engine", "queue", *TABLES}
+    } == {"engine", "queue", "keys", *TABLES}
     printed = to_toml(Config(policy=PolicyConfig(classes={"NAME": {}}, tenants={"NAME": {}})))
     for title in list(expected)[:4]:
         table = title.split("`")[1]

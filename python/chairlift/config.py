@@ -1,4 +1,4 @@
-"""Settings as values: classes, tenants, the waiting queue, and the engine's own options.
+"""Settings as values: classes, tenants, the waiting queue, API keys, and the engine's own options.
 
 The dataclasses mirror the core's policy field by field (``rust/core/src/config/policy.rs``), with
 durations in seconds. Types are checked here, when a value is made, so that a file
@@ -12,7 +12,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from chairlift.errors import ConfigError
@@ -30,6 +30,8 @@ Count = int
 """An integer from 0, of requests or sequences."""
 Tokens = int
 """An integer from 0, of tokens."""
+KeyHash = str
+"""``sha256:`` and 64 hexadecimal digits. Kept in lower case."""
 Duration = float | str
 """Seconds, or text such as ``"250ms"``, ``"2s"`` or ``"5m"``. Kept as seconds."""
 OnTimeout = Literal["expire", "promote"]
@@ -152,6 +154,29 @@ Tenants = Mapping[str, TenantConfig]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeyConfig:
+    """An API key of the server: who its requests belong to. The key itself is nowhere."""
+
+    hash: KeyHash
+    """``sha256:`` and the key's SHA-256 in hexadecimal; ``chairlift key`` makes a pair."""
+    tenant: str = "default"
+    """The tenant of its requests."""
+    default_class: str | None = None
+    """Class of its requests that name none; None: the tenant's default."""
+    best_class: str | None = None
+    """Class whose level its requests never exceed; None: no bound but the tenant's."""
+    admin: bool = False
+    """Whether it may use the endpoints under ``/admin``."""
+
+    def __post_init__(self) -> None:
+        """Check types."""
+        _settle(self)
+
+
+Keys = Mapping[str, KeyConfig]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConfig:
     """Classes, tenants, and how the waiting queue treats them.
 
@@ -204,6 +229,8 @@ class Config:
     engine: EngineTable = field(default_factory=lambda: cast("EngineTable", {}))
     """Keyword arguments of ``LLM`` and ``AsyncEngine``; those given there win."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    keys: Keys = field(default_factory=dict)
+    """API keys of ``chairlift serve``, by a name that stands for the key in messages."""
 
     def __post_init__(self) -> None:
         """Check types."""
@@ -225,6 +252,10 @@ class _KindError(ValueError):
     """A value is not of the right kind; its message is what would be."""
 
 
+class _SecretKindError(_KindError):
+    """The same of a value that may be a secret in the wrong place: it is not shown."""
+
+
 def _settle(config: DataclassInstance, in_queue: Collection[str] = ()) -> None:
     """Check every field of a frozen dataclass by its annotation; give it the form it is kept in."""
     for option in fields(config):
@@ -235,6 +266,8 @@ def _settle(config: DataclassInstance, in_queue: Collection[str] = ()) -> None:
         key = f"queue.{option.name}" if option.name in in_queue else option.name
         try:
             kept = _KINDS[kind](value)
+        except _SecretKindError as wanted:
+            raise ConfigError(f"{key} must be {wanted}") from None
         except _KindError as wanted:
             raise ConfigError(f"{key} is {shown(value)}; it must be {wanted}") from None
         except ConfigError as error:
@@ -322,37 +355,48 @@ def _text(value: object) -> str:
     return value
 
 
-def _table(cls: type[T]) -> Callable[[object], T]:
+def _key_hash(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"sha256:[0-9A-Fa-f]{64}", value):
+        raise _SecretKindError('"sha256:" and 64 hexadecimal digits; chairlift key prints one')
+    return value.lower()
+
+
+def _table(cls: type[T], error: type[_KindError] = _KindError) -> Callable[[object], T]:
     """One of ``cls``, or a table of its fields."""
 
     def read(value: object) -> T:
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            raise _KindError("a table")
-        known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+            raise error("a table")
+        options = fields(cls)  # type: ignore[arg-type]
+        known = [item.name for item in options]
         check_keys(value, known)
-        try:
-            return cls(**value)
-        except TypeError:
-            missing = ", ".join(name for name in known if name not in value)
-            raise _KindError(f"a table of {' and '.join(known)}; {missing} is missing") from None
+        needed = [item.name for item in options if item.default is item.default_factory is MISSING]
+        missing = [name for name in needed if name not in value]
+        if missing:
+            raise error(f"a table of {' and '.join(needed)}; {', '.join(missing)} is missing")
+        return cls(**value)
 
     return read
 
 
-def _named(cls: type[T]) -> Callable[[object], dict[str, T]]:
+def _named(
+    cls: type[T], error_kind: type[_KindError] = _KindError
+) -> Callable[[object], dict[str, T]]:
     """A table of tables by name."""
-    read_one = _table(cls)
+    read_one = _table(cls, error_kind)
 
     def read(value: object) -> dict[str, T]:
         if not isinstance(value, Mapping):
-            raise _KindError("a table of tables")
+            raise error_kind("a table of tables")
         kept = {}
         for name, entry in value.items():
             _text(name)
             try:
                 kept[name] = read_one(entry)
+            except _SecretKindError as wanted:
+                raise ConfigError(f"{name} must be {wanted}") from None
             except _KindError as wanted:
                 raise ConfigError(f"{name} is {shown(entry)}; it must be {wanted}") from None
             except ConfigError as error:
@@ -386,6 +430,7 @@ _KINDS: dict[str, Callable[[object], object]] = {
     "bool": _boolean,
     "str": _text,
     "Duration": seconds,
+    "KeyHash": _key_hash,
     # Choices are the core's to know.
     "OnTimeout": _text,
     "OnDoomed": _text,
@@ -395,6 +440,7 @@ _KINDS: dict[str, Callable[[object], object]] = {
     "Join": _text_or(JoinConfig),
     "Classes": _named(ClassConfig),
     "Tenants": _named(TenantConfig),
+    "Keys": _named(KeyConfig, _SecretKindError),
     "TenantConfig": _table(TenantConfig),
     "SheddingConfig": _table(SheddingConfig),
     "EngineTable": _options,

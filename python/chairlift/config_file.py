@@ -56,7 +56,7 @@ def read_config(path: str | PathLike[str]) -> Config:
             raise ConfigError(f"it is no UTF-8 text: {error.reason} at {error.start}") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"it is no TOML: {error}") from error
-        check_keys(document, ("engine", "queue", *TABLES))
+        check_keys(document, ("engine", "queue", "keys", *TABLES))
         queue = _table(document, "queue")
         with _inside("queue"):
             check_keys(queue, QUEUE_KEYS)
@@ -64,6 +64,7 @@ def read_config(path: str | PathLike[str]) -> Config:
         config = Config(
             engine=cast("EngineTable", _table(document, "engine")),
             policy=PolicyConfig(**queue, **tables),
+            keys=document.get("keys", {}),
         )
         check_config(config)
     return config
@@ -92,6 +93,17 @@ def check_config(config: Config) -> None:
         ConfigError: something in it cannot work.
     """
     _core.check_policy(config.policy)
+    classes = config.policy.classes
+    for name, key in config.keys.items():
+        for option, wanted in (
+            ("default_class", key.default_class),
+            ("best_class", key.best_class),
+        ):
+            if wanted is not None and wanted not in classes:
+                raise ConfigError(
+                    f"keys.{name}.{option} is {shown(wanted)}; it must be one of the classes, "
+                    f"{', '.join(classes)}"
+                )
     with _inside("engine"):
         check_keys(config.engine, ENGINE_KEYS)
         check_args(_args(config, {}))
@@ -135,6 +147,8 @@ def to_toml(config: Config) -> str:
         lines += ["", f"[tenants.{_key(name)}]", *_lines(tenant)]
     if policy.shedding is not None:
         lines += ["", "[shedding]", *_lines(policy.shedding)]
+    for name, key in config.keys.items():
+        lines += ["", f"[keys.{_key(name)}]", *_lines(key)]
     return "\n".join(lines) + "\n"
 
 

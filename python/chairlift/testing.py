@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from chairlift.errors import TokenizerError
 from chairlift.executor import (
     LOCATION_DEVICE,
     STATUS_FAILED,
@@ -42,8 +43,15 @@ class ByteTokenizer:
     eos_token_ids: Sequence[int] = (257,)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The bytes of UTF-8; nothing is added."""
-        return list(text.encode("utf-8"))
+        """The bytes of UTF-8; nothing is added.
+
+        Raises:
+            TokenizerError: ``bad_text`` if it holds a lone surrogate, which has no UTF-8.
+        """
+        try:
+            return list(text.encode("utf-8"))
+        except UnicodeEncodeError as error:
+            raise TokenizerError("the text holds a lone surrogate", code="bad_text") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the bytes; special tokens are ``<bos>`` and ``<eos>``."""

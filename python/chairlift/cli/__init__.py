@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from chairlift.cli import bench, chat, config, generate
+from chairlift.cli import bench, chat, config, generate, serve
 from chairlift.errors import ChairliftError
 
 
@@ -39,8 +39,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"chairlift {version('chairlift')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    serve.add_command(commands)
     generate.add_command(commands)
     chat.add_command(commands)
     bench.add_command(commands)
     config.add_command(commands)
+    serve.add_key_command(commands)
     return parser

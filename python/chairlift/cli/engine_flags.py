@@ -11,8 +11,8 @@ from chairlift.engine_args import DEFAULT_MODEL, EngineOptions
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags; :func:`engine_options` reads them back."""
+def add_engine_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the flags, and return their group; :func:`engine_options` reads them back."""
     group = parser.add_argument_group("engine")
     # Flags that are not given are left out, so that the defaults are written once.
     flag = _Adder(group)
@@ -49,6 +49,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     flag("--max-queued-requests", type=int, metavar="N", help="most requests that wait")
     flag("--max-queued-tokens", type=int, metavar="N", help="most prompt tokens that wait")
     flag("--max-in-flight-steps", type=int, metavar="N", help="steps at once; only 1 today")
+    flag(
+        "--step-timeout",
+        type=int,
+        metavar="N",
+        help="seconds after which a step that has not come back ends the engine",
+    )
     flag("--attention-backend", choices=["cpu", "reference"], help="attention kernels")
     flag("--num-threads", type=int, metavar="N", help="threads of the forward pass")
     flag("--max-logprobs", type=int, metavar="N", help="most log-probabilities per position")
@@ -58,6 +64,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DIR_OR_NAME",
         help=f"a Hugging Face directory, a hub id, or {DEFAULT_MODEL} (the default)",
     )
+    return group
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:

@@ -1,0 +1,109 @@
+"""The body of a request: read within a bound, and its JSON, off the event loop where it is long."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, TypeVar
+
+from chairlift.server.errors import HttpError, invalid
+
+T = TypeVar("T")
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+
+INLINE_BYTES = 256 * 2**10
+"""A body up to this long is parsed on the event loop."""
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection."""
+
+
+async def read_body(receive: Receive, headers: Mapping[bytes, bytes], most_bytes: int) -> bytes:
+    """Read the whole body.
+
+    Raises:
+        HttpError: 413; a longer one is not kept.
+        ClientGoneError: the client left before its end.
+    """
+    length = headers.get(b"content-length", b"")
+    if length.isdigit() and len(length) < 20 and int(length) > most_bytes:
+        raise _too_large(int(length), most_bytes)
+    parts: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        part = message.get("body", b"")
+        num_bytes += len(part)
+        if num_bytes > most_bytes:
+            raise _too_large(num_bytes, most_bytes)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def parse_body(body: bytes, read: Callable[[dict[str, Any]], T]) -> T:
+    """Parse a JSON object and ``read`` it, both on a thread if it is long.
+
+    Raises:
+        HttpError: 400, or what ``read`` raises.
+    """
+    if len(body) <= INLINE_BYTES:
+        return read(_parse(body))
+    return await asyncio.to_thread(lambda: read(_parse(body, is_long=True)))
+
+
+def _parse(body: bytes, is_long: bool = False) -> dict[str, Any]:
+    constants: list[str] = []
+
+    def constant(name: str) -> float:
+        constants.append(name)
+        return float(name)
+
+    numbers: dict[str, Any] = {"parse_int": _integer} if is_long else {}
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=constant, **numbers)
+    except UnicodeDecodeError as error:
+        raise _bad_json(f"it is no UTF-8: {error.reason} at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise _bad_json(f"{error.msg} at line {error.lineno}, column {error.colno}") from None
+    except RecursionError:
+        raise _bad_json("it is nested too deeply") from None
+    except ValueError:
+        raise _bad_json("a number has too many digits") from None
+    if not isinstance(value, dict):
+        raise _bad_json(f"it is a {_kind(value)}, and must be an object")
+    for name, entry in value.items():
+        if constants and isinstance(entry, float) and entry - entry != 0:
+            raise invalid(name[:80], f"{name[:80]} is {constants[0]}, which is no JSON")
+    if constants:
+        raise _bad_json(f"it holds {constants[0]}, which is no JSON")
+    return value
+
+
+def _integer(digits: str) -> int:
+    """What ``json`` would do itself; but its scanner is C and holds the interpreter's lock, and a
+    call of Python now and then gives the event loop its turn."""
+    return int(digits)
+
+
+def _kind(value: object) -> str:
+    kinds = {list: "list", str: "string", bool: "boolean", type(None): "null"}
+    return kinds.get(type(value), "number")
+
+
+def _bad_json(why: str) -> HttpError:
+    return invalid(None, f"the body cannot be read as JSON: {why}", "invalid_json")
+
+
+def _too_large(num_bytes: int, most_bytes: int) -> HttpError:
+    return HttpError(
+        413,
+        f"the body has {num_bytes} bytes or more, but this server takes {most_bytes} at most; send "
+        "less, or raise --max-request-bytes",
+        code="request_too_large",
+    )
