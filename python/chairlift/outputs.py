@@ -37,7 +37,14 @@ class Logprob:
 
 
 TIME_BOUNDS: tuple[float, ...] = tuple(_core.time_bounds())
-"""Upper bounds of the buckets of ``group_metrics()``, in seconds; the last bucket has none."""
+"""Upper bounds of the buckets of ``group_metrics()``, in seconds; the last bucket has none. Those
+of ``itl`` are :data:`ITERATION_BOUNDS`."""
+
+ITERATION_BOUNDS: tuple[float, ...] = tuple(_core.iteration_bounds())
+"""Upper bounds of the buckets of iteration times and of gaps between outputs, in seconds."""
+
+SIZE_BOUNDS: tuple[int, ...] = tuple(_core.size_bounds())
+"""Upper bounds of the buckets of the numbers of sequences and of tokens of iterations."""
 
 PositionLogprobs = dict[int, Logprob]
 """Candidates for one position by token id: the one that is there first, then the best."""

@@ -9,11 +9,12 @@ use crate::error::{CommitError, ConfigError, SubmitError};
 use crate::iteration::commit::{Commit, StepResults, remove_ended};
 use crate::iteration::join::{Padding, leaves_together, window_end};
 use crate::iteration::lane::Lane;
-use crate::iteration::ledger::Ledger;
+use crate::iteration::ledger::{Ledger, Reserved};
 use crate::iteration::plan::StepPlan;
 use crate::iteration::scheduler::Scheduler;
+use crate::iteration::seats::{OldestWaits, Seat};
 use crate::iteration::shares::Share;
-use crate::metrics::{GroupMetrics, Metrics};
+use crate::metrics::{GroupMetrics, IterationMetrics, Metrics};
 use crate::output::OutputBatch;
 use crate::request::{Finish, NewRequest, RequestId, Ticket, Time};
 use crate::request::{WaitReason, WaitTimes};
@@ -61,9 +62,11 @@ impl Engine {
     }
 
     fn count_rejection(&mut self, result: &Result<(), SubmitError>) {
-        if result.is_err() {
-            self.ledger.counters.submitted += 1;
-            self.ledger.counters.rejected += 1;
+        if let Err(error) = result {
+            let counters = &mut self.ledger.counters;
+            counters.submitted += 1;
+            counters.rejected += 1;
+            counters.rejections.count(error);
         }
     }
 
@@ -99,7 +102,8 @@ impl Engine {
                     .let_in(&mut self.lane, &self.limits, reserved, request, prompt, now)
             }
             Err(error) => {
-                self.ledger.count_rejected(reserved.class, reserved.tenant);
+                let Reserved { class, tenant, .. } = reserved;
+                self.ledger.count_rejected(class, tenant, &error);
                 self.ledger.tenants.release(reserved.tenant);
                 Err(error)
             }
@@ -261,11 +265,35 @@ impl Engine {
         classes.map(|class| class.name.as_str()).zip(metrics)
     }
 
-    /// What became of the requests of each tenant, by name: of those that the policy names since the
-    /// engine started, of others while they have requests.
+    /// What became of the requests of each tenant, by name, since the engine started.
     pub fn tenant_metrics(&self) -> impl Iterator<Item = (&str, &GroupMetrics)> {
-        let tenants = self.ledger.tenants.iter();
-        tenants.map(|(_, tenant)| (&*tenant.name, &tenant.metrics))
+        self.ledger.tenants.metrics()
+    }
+
+    /// What became of the requests of tenants beyond those that are remembered by name.
+    pub fn other_tenant_metrics(&self) -> &GroupMetrics {
+        self.ledger.tenants.other_metrics()
+    }
+
+    /// The policy in force: the first, or the one of the last [`Self::reload`].
+    pub fn policy(&self) -> &Policy {
+        self.ledger.rules.policy()
+    }
+
+    /// What iterations were like.
+    pub fn iteration_metrics(&self) -> &IterationMetrics {
+        &self.ledger.iterations
+    }
+
+    /// Who sits in each row, in the order of the rows; `None`: it is free. Looks at all that run.
+    pub fn seats(&self) -> Vec<Option<Seat>> {
+        self.ledger.seats(&self.lane, &self.limits)
+    }
+
+    /// Since when the longest-waiting request of each class and tenant waits, of those that were never
+    /// scheduled. Looks at the requests that live, from the oldest on, up to a bound.
+    pub fn oldest_waits(&self) -> OldestWaits<'_> {
+        self.ledger.oldest_waits()
     }
 
     /// What each tenant's flows were served.
@@ -294,6 +322,13 @@ impl Engine {
         Metrics {
             live: self.ledger.live.len() as u64,
             queued: u64::from(self.ledger.door.queued()),
+            queued_tokens: self.ledger.door.queued_tokens(),
+            waiting: self
+                .ledger
+                .classes
+                .iter()
+                .map(|class| class.metrics.waiting)
+                .sum(),
             waiting_sequences: self.ledger.queue.len() as u64,
             running_sequences: self.lane.running.len() as u64,
             free_blocks: u64::from(pool.free),
@@ -336,7 +371,9 @@ impl Engine {
         let counters = self.metrics();
         let ended = counters.finished + counters.aborted + counters.failed + counters.rejected;
         let given_up = counters.expired + counters.shed + counters.displaced;
-        if counters.submitted != ended + given_up + counters.live {
+        if counters.submitted != ended + given_up + counters.live
+            || counters.rejections.total() != counters.rejected
+        {
             return Err(format!("a request is lost or ended twice: {counters:?}"));
         }
         let arrivals = self

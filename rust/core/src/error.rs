@@ -233,6 +233,25 @@ pub enum SubmitError {
     },
 }
 
+/// All that [`SubmitError::code`] can be: the reasons by which rejections are counted.
+pub const REJECTION_CODES: [&str; 15] = [
+    "empty_prompt",
+    "token_out_of_range",
+    "context_length_exceeded",
+    "invalid_parameter",
+    "queue_full",
+    "class_full",
+    "tenant_full",
+    "too_many_answers",
+    "unknown_class",
+    "rate_exceeded",
+    "ttft_unreachable",
+    "promise_unkeepable",
+    "shedding",
+    "duplicate_request",
+    "no_reservation",
+];
+
 impl SubmitError {
     /// When the same request may be taken, in microseconds from now: from the prediction that rejected
     /// it, and a second where a place is all that lacks. `None` if it never will be as it is.

@@ -1,6 +1,11 @@
 //! Counters, gauges and histograms of the engine, O(1) each: of all, and by class and tenant.
 
+mod histogram;
+
+use crate::error::{REJECTION_CODES, SubmitError};
 use crate::request::{EndKind, Finish, RequestStats};
+
+pub use histogram::{Bounds, Histogram, ITERATION_BOUNDS_US, SIZE_BOUNDS, TIME_BOUNDS_US, bucket};
 
 /// A snapshot. Counters grow from the engine's start; gauges say what is now.
 ///
@@ -21,6 +26,8 @@ pub struct Metrics {
     pub failed: u64,
     /// Requests that waited too long or missed their deadline before they were scheduled.
     pub expired: u64,
+    /// Those of them that missed their deadline, or were certain to.
+    pub deadline_missed: u64,
     /// Requests shed under overload before they were scheduled.
     pub shed: u64,
     /// Requests that gave their place to a more important one before they were scheduled.
@@ -45,8 +52,12 @@ pub struct Metrics {
     pub scheduled_sequences: u64,
     /// Gauge: requests that have not ended.
     pub live: u64,
-    /// Gauge: requests at the door and in the queue that were never scheduled.
+    /// Gauge: answers of requests at the door and in the queue that were never scheduled.
     pub queued: u64,
+    /// Gauge: prompt tokens of requests in the queue that were never scheduled.
+    pub queued_tokens: u64,
+    /// Gauge: requests that were submitted and never scheduled.
+    pub waiting: u64,
     /// Gauge: sequences in the waiting queue, preempted ones included.
     pub waiting_sequences: u64,
     /// Gauge: running sequences.
@@ -57,59 +68,74 @@ pub struct Metrics {
     pub used_blocks: u64,
     /// Gauge: blocks with findable content that nobody uses.
     pub cached_blocks: u64,
+    /// Rejections by reason; their sum is `rejected`.
+    pub rejections: Rejections,
 }
 
-/// Upper bounds of the buckets of a [`Histogram`], in microseconds; the last bucket has none. They are
-/// those of vLLM's time to first token, which cover milliseconds to an hour.
-pub const TIME_BOUNDS_US: [u64; 22] = [
-    1_000,
-    5_000,
-    10_000,
-    20_000,
-    40_000,
-    60_000,
-    80_000,
-    100_000,
-    250_000,
-    500_000,
-    750_000,
-    1_000_000,
-    2_500_000,
-    5_000_000,
-    7_500_000,
-    10_000_000,
-    20_000_000,
-    40_000_000,
-    80_000_000,
-    160_000_000,
-    640_000_000,
-    2_560_000_000,
-];
-
-/// How often something took how long.
+/// How often requests were rejected for what reason, in the order of [`REJECTION_CODES`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-pub struct Histogram {
-    /// How often it was in each bucket of [`TIME_BOUNDS_US`], bounds included.
-    pub counts: [u64; TIME_BOUNDS_US.len() + 1],
-    /// Sum of all times, in microseconds.
-    pub sum_us: u64,
-}
+pub struct Rejections([u64; REJECTION_CODES.len()]);
 
-impl Histogram {
-    /// Counts a time.
-    pub fn observe(&mut self, time_us: u64) {
-        self.counts[TIME_BOUNDS_US.partition_point(|&bound| bound < time_us)] += 1;
-        self.sum_us += time_us;
+impl Rejections {
+    /// Counts a rejection.
+    pub(crate) fn count(&mut self, error: &SubmitError) {
+        let code = error.code();
+        let known = REJECTION_CODES.iter().position(|&known| known == code);
+        debug_assert!(known.is_some(), "{code} is not among REJECTION_CODES");
+        if let Some(at) = known {
+            self.0[at] += 1;
+        }
     }
 
-    /// Times counted.
-    pub fn count(&self) -> u64 {
-        self.counts.iter().sum()
+    /// Each reason and how often it was one.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        REJECTION_CODES.into_iter().zip(self.0)
+    }
+
+    /// Rejections for any reason.
+    pub fn total(&self) -> u64 {
+        self.0.iter().sum()
+    }
+
+    fn absorb(&mut self, other: &Self) {
+        for (own, other) in self.0.iter_mut().zip(other.0) {
+            *own += other;
+        }
+    }
+}
+
+/// What iterations were like, of those whose results came back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct IterationMetrics {
+    /// Decision to commit, by [`ITERATION_BOUNDS_US`].
+    pub time: Histogram,
+    /// Sequences in them, by [`SIZE_BOUNDS`].
+    pub sequences: Histogram,
+    /// Tokens scheduled, by [`SIZE_BOUNDS`].
+    pub tokens: Histogram,
+    /// Tokens of prefill chunks.
+    pub prefill_tokens: u64,
+    /// Tokens of decodes, and of chunks of one token.
+    pub decode_tokens: u64,
+}
+
+impl IterationMetrics {
+    /// Counts an iteration with so many sequences, of them so many with one token.
+    pub(crate) fn observe(&mut self, time_us: u64, sequences: u64, decodes: u64, tokens: u64) {
+        self.time.observe(&ITERATION_BOUNDS_US, time_us);
+        self.sequences.observe(&SIZE_BOUNDS, sequences);
+        self.tokens.observe(&SIZE_BOUNDS, tokens);
+        self.prefill_tokens += tokens - decodes;
+        self.decode_tokens += decodes;
     }
 }
 
 /// What became of the requests of a class, or of a tenant, and how long it took.
+///
+/// Conservation holds at every moment: `accepted` = `finished` + `failed` + `aborted` + `expired` +
+/// `shed` + `displaced` + `live`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct GroupMetrics {
@@ -117,35 +143,67 @@ pub struct GroupMetrics {
     pub accepted: u64,
     /// Requests rejected at the door or at submission.
     pub rejected: u64,
+    /// The same by reason.
+    pub rejections: Rejections,
     /// Requests whose last child ended by itself.
     pub finished: u64,
+    /// Those of them whose last child ended by its length.
+    pub finished_by_length: u64,
     /// Requests that their client gave up.
     pub aborted: u64,
     /// Requests that the executor or the engine failed.
     pub failed: u64,
     /// Requests that waited too long or missed their deadline before they were scheduled.
     pub expired: u64,
+    /// Those of them that missed their deadline, or were certain to.
+    pub deadline_missed: u64,
     /// Requests shed under overload.
     pub shed: u64,
     /// Requests that gave their place to a more important one.
     pub displaced: u64,
+    /// Gauge: requests that have not ended.
+    pub live: u64,
+    /// Gauge: those of them that were never scheduled.
+    pub waiting: u64,
     /// Prompt tokens of requests that were scheduled.
     pub prompt_tokens: u64,
     /// Those of them that the prefix cache had.
     pub cached_tokens: u64,
-    /// Output tokens of requests that ended.
+    /// Output tokens committed.
     pub output_tokens: u64,
-    /// Submission to first in a plan.
+    /// Nanoseconds of iterations, shared out by the tokens that each had in them.
+    pub device_ns: u64,
+    /// Submission to first in a plan, by [`TIME_BOUNDS_US`].
     pub queue_time: Histogram,
-    /// Submission to first output token.
+    /// What the gate predicted it to be at submission, where it could, by [`TIME_BOUNDS_US`].
+    pub predicted_queue_time: Histogram,
+    /// By how much it was wrong, by [`TIME_BOUNDS_US`].
+    pub queue_time_error: Histogram,
+    /// Submission to first output token, by [`TIME_BOUNDS_US`].
     pub ttft: Histogram,
-    /// Mean gap between the output tokens of a request's answers, of those with two at least.
+    /// Each gap between outputs of a sequence, by [`ITERATION_BOUNDS_US`].
+    pub itl: Histogram,
+    /// Mean gap between the output tokens of a request's answers, of those with two at least, by
+    /// [`TIME_BOUNDS_US`].
     pub tpot: Histogram,
-    /// Submission to the end of requests that ended by themselves.
+    /// Submission to the end of requests that ended by themselves, by [`TIME_BOUNDS_US`].
     pub e2e: Histogram,
 }
 
 impl GroupMetrics {
+    /// Counts a request that was let in.
+    pub(crate) fn accepted(&mut self) {
+        self.accepted += 1;
+        self.live += 1;
+        self.waiting += 1;
+    }
+
+    /// Counts a rejection.
+    pub(crate) fn rejected(&mut self, error: &SubmitError) {
+        self.rejected += 1;
+        self.rejections.count(error);
+    }
+
     /// Counts the end of a request.
     pub(crate) fn ended(&mut self, finish: Finish, stats: &RequestStats, n: u32) {
         let ended = match finish.kind() {
@@ -157,39 +215,73 @@ impl GroupMetrics {
             EndKind::Displaced => &mut self.displaced,
         };
         *ended += 1;
-        self.output_tokens += u64::from(stats.num_output_tokens);
+        self.live -= 1;
+        self.waiting -= u64::from(stats.first_scheduled.is_none());
+        self.finished_by_length += u64::from(finish == Finish::Length);
+        self.deadline_missed += u64::from(finish == Finish::DeadlineMissed);
         if let Some(first) = stats.first_token {
-            self.ttft.observe(first.since_us(stats.arrival));
             let gaps = u64::from(stats.num_output_tokens / n).saturating_sub(1);
             if let Some(mean_us) = stats.finished.since_us(first).checked_div(gaps) {
-                self.tpot.observe(mean_us);
+                self.tpot.observe(&TIME_BOUNDS_US, mean_us);
             }
         }
         if finish.kind() == EndKind::Finished {
-            self.e2e.observe(stats.finished.since_us(stats.arrival));
+            let time_us = stats.finished.since_us(stats.arrival);
+            self.e2e.observe(&TIME_BOUNDS_US, time_us);
         }
     }
 
     /// Counts a request that was scheduled for the first time.
-    pub(crate) fn scheduled(&mut self, queue_time_us: u64, prompt_tokens: u64, cached_tokens: u64) {
-        self.queue_time.observe(queue_time_us);
-        self.prompt_tokens += prompt_tokens;
-        self.cached_tokens += cached_tokens;
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_time_is_in_the_first_bucket_that_bounds_it() {
-        let mut histogram = Histogram::default();
-        for time in [0, 1_000, 1_001, 3_000_000_000] {
-            histogram.observe(time);
+    pub(crate) fn scheduled(&mut self, queue_time_us: u64, stats: &RequestStats) {
+        self.waiting -= 1;
+        self.queue_time.observe(&TIME_BOUNDS_US, queue_time_us);
+        if let Some(predicted_us) = stats.predicted_queue_time_us {
+            self.predicted_queue_time
+                .observe(&TIME_BOUNDS_US, predicted_us);
+            let error_us = predicted_us.abs_diff(queue_time_us);
+            self.queue_time_error.observe(&TIME_BOUNDS_US, error_us);
         }
-        assert_eq!(histogram.counts[..2], [2, 1]);
-        assert_eq!(histogram.counts.last(), Some(&1));
-        assert_eq!((histogram.count(), histogram.sum_us), (4, 3_000_002_001));
+        self.prompt_tokens += u64::from(stats.num_prompt_tokens);
+        self.cached_tokens += u64::from(stats.num_cached_tokens);
+    }
+
+    /// Counts the first output of a request.
+    pub(crate) fn started(&mut self, ttft_us: u64) {
+        self.ttft.observe(&TIME_BOUNDS_US, ttft_us);
+    }
+
+    /// Requests that ended, however.
+    pub fn ends(&self) -> u64 {
+        let given_up = self.expired + self.shed + self.displaced;
+        self.finished + self.aborted + self.failed + given_up
+    }
+
+    /// Adds what became of the requests of another group.
+    pub(crate) fn absorb(&mut self, other: &Self) {
+        self.accepted += other.accepted;
+        self.rejected += other.rejected;
+        self.rejections.absorb(&other.rejections);
+        self.finished += other.finished;
+        self.finished_by_length += other.finished_by_length;
+        self.aborted += other.aborted;
+        self.failed += other.failed;
+        self.expired += other.expired;
+        self.deadline_missed += other.deadline_missed;
+        self.shed += other.shed;
+        self.displaced += other.displaced;
+        self.live += other.live;
+        self.waiting += other.waiting;
+        self.prompt_tokens += other.prompt_tokens;
+        self.cached_tokens += other.cached_tokens;
+        self.output_tokens += other.output_tokens;
+        self.device_ns += other.device_ns;
+        self.queue_time.absorb(&other.queue_time);
+        self.predicted_queue_time
+            .absorb(&other.predicted_queue_time);
+        self.queue_time_error.absorb(&other.queue_time_error);
+        self.ttft.absorb(&other.ttft);
+        self.itl.absorb(&other.itl);
+        self.tpot.absorb(&other.tpot);
+        self.e2e.absorb(&other.e2e);
     }
 }

@@ -220,6 +220,8 @@ pub struct RequestStats {
     /// Time to first token that the gate predicted at submission, in microseconds; `None` while
     /// nothing was measured that a prediction could rest on.
     pub predicted_ttft_us: Option<u64>,
+    /// Queue time that was predicted with it.
+    pub predicted_queue_time_us: Option<u64>,
     /// Last child ended.
     pub finished: Time,
     /// For how long it waited for what before it was first scheduled.

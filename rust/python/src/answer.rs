@@ -15,6 +15,7 @@ impl Answer {
             Self::Done | Self::Wait(None) => Ok(py.None()),
             Self::Taken(count, _) => count.into_py_any(py),
             Self::Metrics(metrics) => metrics.to_dict(py)?.into_py_any(py),
+            Self::Iterations(recent) => recent.to_dict(py)?.into_py_any(py),
             Self::Groups(groups) => groups.to_dict(py)?.into_py_any(py),
             Self::Wait(Some(wait)) => {
                 (wait.reason.name(), wait_times(py, wait.times)?).into_py_any(py)

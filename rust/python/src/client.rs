@@ -382,6 +382,21 @@ impl EngineClient {
         self.line.post(Question::Groups)
     }
 
+    /// The last iterations whose number is above `since_step` (256 are kept), who sits in which row, and
+    /// how long the longest-waiting of each class and tenant has waited.
+    #[pyo3(signature = (since_step = 0))]
+    fn iterations(&self, py: Python<'_>, since_step: u64) -> PyResult<Py<PyAny>> {
+        self.line
+            .ask(py, Question::Iterations(since_step))?
+            .into_python(py)
+    }
+
+    /// The same without waiting: the number of the call.
+    #[pyo3(signature = (since_step = 0))]
+    fn post_iterations(&self, since_step: u64) -> u64 {
+        self.line.post(Question::Iterations(since_step))
+    }
+
     /// Why a request waits now, and for how many seconds it has waited for what; `None` if it was
     /// scheduled or is not live.
     fn waiting(&self, py: Python<'_>, request_id: u64) -> PyResult<Py<PyAny>> {

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::errors::Refusal;
 use crate::groups::{Groups, Wait};
+use crate::iterations::Recent;
 use crate::metrics::EngineMetrics;
 use crate::plan_memory::PlanLease;
 
@@ -113,6 +114,8 @@ pub enum Question {
     Metrics,
     /// The same by class and tenant.
     Groups,
+    /// The last iterations after that step, and the engine as it is now.
+    Iterations(u64),
     /// Why a request waits, and for how long it has waited for what.
     Wait(RequestId),
 }
@@ -145,6 +148,8 @@ pub enum Answer {
     Metrics(Box<EngineMetrics>),
     /// A snapshot.
     Groups(Groups),
+    /// Iterations, and the engine beside them.
+    Iterations(Box<Recent>),
     /// `None`: the request does not wait.
     Wait(Option<Wait>),
 }

@@ -2,23 +2,46 @@
 //! only when they are asked for.
 
 use chairlift_core::Engine;
-use chairlift_core::metrics::{GroupMetrics, Histogram, TIME_BOUNDS_US};
+use chairlift_core::config::policy::ClassSettings;
+use chairlift_core::metrics::{
+    Bounds, GroupMetrics, Histogram, ITERATION_BOUNDS_US, Rejections, SIZE_BOUNDS, TIME_BOUNDS_US,
+};
 use chairlift_core::request::{WaitReason, WaitTimes};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde::{Deserialize, Serialize};
 
-/// Upper bounds of the buckets of all histograms, in seconds; the last bucket has none.
+use crate::metrics::EngineMetrics;
+
+/// Upper bounds of the buckets of the times of requests, in seconds; the last bucket has none.
 #[pyfunction]
 pub fn time_bounds() -> Vec<f64> {
-    TIME_BOUNDS_US.iter().map(|&us| us as f64 / 1e6).collect()
+    seconds(&TIME_BOUNDS_US)
 }
 
-/// A snapshot of all groups.
+/// Upper bounds of the buckets of iteration times and of gaps between outputs, in seconds.
+#[pyfunction]
+pub fn iteration_bounds() -> Vec<f64> {
+    seconds(&ITERATION_BOUNDS_US)
+}
+
+/// Upper bounds of the buckets of numbers of sequences and tokens.
+#[pyfunction]
+pub fn size_bounds() -> Vec<u64> {
+    SIZE_BOUNDS.to_vec()
+}
+
+fn seconds(bounds: &Bounds) -> Vec<f64> {
+    bounds.iter().map(|&us| us as f64 / 1e6).collect()
+}
+
+/// A snapshot of all groups and of the engine, of one moment.
 #[derive(Serialize, Deserialize)]
 pub struct Groups {
-    classes: Vec<(String, GroupMetrics)>,
+    engine: EngineMetrics,
+    classes: Vec<(ClassSettings, GroupMetrics)>,
     tenants: Vec<(String, GroupMetrics)>,
+    other_tenants: GroupMetrics,
     shares: Vec<TenantShare>,
 }
 
@@ -48,8 +71,9 @@ impl From<(WaitReason, WaitTimes)> for Wait {
 }
 
 impl Groups {
-    /// The groups of an engine.
-    pub fn of(engine: &Engine) -> Self {
+    /// The groups of an engine whose own counters are `metrics`.
+    pub fn of(engine: &Engine, metrics: EngineMetrics) -> Self {
+        let settings = engine.policy().classes.iter();
         let owned = |(name, metrics): (&str, &GroupMetrics)| (name.to_owned(), *metrics);
         let mut shares: Vec<TenantShare> = Vec::new();
         for share in engine.shares() {
@@ -65,18 +89,31 @@ impl Groups {
             }
         }
         Self {
-            classes: engine.class_metrics().map(owned).collect(),
+            engine: metrics,
+            classes: settings
+                .zip(engine.class_metrics())
+                .map(|(settings, (_, metrics))| (settings.clone(), *metrics))
+                .collect(),
             tenants: engine.tenant_metrics().map(owned).collect(),
+            other_tenants: *engine.other_tenant_metrics(),
             shares,
         }
     }
 
-    /// `{"classes": {name: {...}}, "tenants": {name: {...}}}`; times in seconds, service in units of
-    /// the price.
+    /// `{"classes": {name: {...}}, "tenants": {name: {...}}, "other_tenants": {"": {...}},
+    /// "engine": {"": {...}}}`, the last as `metrics()` has it; times in seconds, service in units of the price.
     pub fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let classes = PyDict::new(py);
-        for (name, metrics) in &self.classes {
-            classes.set_item(name, group(py, metrics)?)?;
+        for (settings, metrics) in &self.classes {
+            let class = group(py, metrics)?;
+            class.set_item("level", settings.level)?;
+            for (name, target_us) in [
+                ("ttft_target", settings.ttft_target_us),
+                ("tpot_target", settings.tpot_target_us),
+            ] {
+                class.set_item(name, target_us.map(|us| us as f64 / 1e6))?;
+            }
+            classes.set_item(&settings.name, class)?;
         }
         let tenants = PyDict::new(py);
         for (name, metrics) in &self.tenants {
@@ -93,6 +130,12 @@ impl Groups {
         let dict = PyDict::new(py);
         dict.set_item("classes", classes)?;
         dict.set_item("tenants", tenants)?;
+        let others = PyDict::new(py);
+        others.set_item("", group(py, &self.other_tenants)?)?;
+        dict.set_item("other_tenants", others)?;
+        let engine = PyDict::new(py);
+        engine.set_item("", self.engine.to_dict(py)?)?;
+        dict.set_item("engine", engine)?;
         Ok(dict)
     }
 }
@@ -103,11 +146,15 @@ fn group<'py>(py: Python<'py>, metrics: &GroupMetrics) -> PyResult<Bound<'py, Py
         ("accepted", metrics.accepted),
         ("rejected", metrics.rejected),
         ("finished", metrics.finished),
+        ("finished_by_length", metrics.finished_by_length),
         ("aborted", metrics.aborted),
         ("failed", metrics.failed),
         ("expired", metrics.expired),
+        ("deadline_missed", metrics.deadline_missed),
         ("shed", metrics.shed),
         ("displaced", metrics.displaced),
+        ("live", metrics.live),
+        ("waiting", metrics.waiting),
         ("prompt_tokens", metrics.prompt_tokens),
         ("cached_tokens", metrics.cached_tokens),
         ("output_tokens", metrics.output_tokens),
@@ -115,22 +162,45 @@ fn group<'py>(py: Python<'py>, metrics: &GroupMetrics) -> PyResult<Bound<'py, Py
     for (name, value) in counters {
         dict.set_item(name, value)?;
     }
+    dict.set_item("device_time", metrics.device_ns as f64 / 1e9)?;
+    dict.set_item("rejections", rejections(py, &metrics.rejections)?)?;
     let histograms = [
         ("queue_time", &metrics.queue_time),
+        ("predicted_queue_time", &metrics.predicted_queue_time),
+        ("queue_time_error", &metrics.queue_time_error),
         ("ttft", &metrics.ttft),
+        ("itl", &metrics.itl),
         ("tpot", &metrics.tpot),
         ("e2e", &metrics.e2e),
     ];
     for (name, value) in histograms {
-        dict.set_item(name, histogram(py, value)?)?;
+        dict.set_item(name, times(py, value)?)?;
     }
     Ok(dict)
 }
 
-fn histogram<'py>(py: Python<'py>, histogram: &Histogram) -> PyResult<Bound<'py, PyDict>> {
+/// How often requests were rejected, by reason.
+pub fn rejections<'py>(py: Python<'py>, rejections: &Rejections) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    for (reason, count) in rejections.iter() {
+        dict.set_item(reason, count)?;
+    }
+    Ok(dict)
+}
+
+/// A histogram of microseconds, in seconds.
+pub fn times<'py>(py: Python<'py>, histogram: &Histogram) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("counts", histogram.counts.to_vec())?;
-    dict.set_item("sum", histogram.sum_us as f64 / 1e6)?;
+    dict.set_item("sum", histogram.sum as f64 / 1e6)?;
+    Ok(dict)
+}
+
+/// A histogram of numbers.
+pub fn sizes<'py>(py: Python<'py>, histogram: &Histogram) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("counts", histogram.counts.to_vec())?;
+    dict.set_item("sum", histogram.sum)?;
     Ok(dict)
 }
 

@@ -19,6 +19,7 @@ mod engine;
 mod errors;
 mod executor_thread;
 mod groups;
+mod iterations;
 mod kernels;
 mod link;
 mod metrics;
@@ -44,7 +45,7 @@ mod _core {
     #[pymodule_export]
     use crate::engine::{EngineCore, check_policy, check_settings};
     #[pymodule_export]
-    use crate::groups::time_bounds;
+    use crate::groups::{iteration_bounds, size_bounds, time_bounds};
     #[pymodule_export]
     use crate::kernels::{
         AttentionBatch, AttentionLayer, add_rms_norm, attention_forward, kernel_pool,

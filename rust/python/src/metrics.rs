@@ -1,15 +1,19 @@
 //! What the engine can tell about itself: the core's counters and the times only the threads know.
 
-use chairlift_core::metrics::Metrics;
+use chairlift_core::metrics::{IterationMetrics, Metrics};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde::{Deserialize, Serialize};
+
+use crate::groups::{rejections, sizes, times};
 
 /// A snapshot.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct EngineMetrics {
     /// The core's counters and gauges.
     pub core: Metrics,
+    /// What iterations were like.
+    pub iterations: IterationMetrics,
     /// Steps that came back from the executor, well or not.
     pub steps: u64,
     /// Steps that the executor failed.
@@ -23,7 +27,7 @@ pub struct EngineMetrics {
 }
 
 impl EngineMetrics {
-    /// As a dictionary; names of times end in their unit.
+    /// As a dictionary; names of times end in their unit, histograms are of seconds or of numbers.
     pub fn to_dict(self, py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
         let core = &self.core;
         let dict = PyDict::new(py);
@@ -31,6 +35,7 @@ impl EngineMetrics {
             ("submitted", core.submitted),
             ("rejected", core.rejected),
             ("expired", core.expired),
+            ("deadline_missed", core.deadline_missed),
             ("shed", core.shed),
             ("displaced", core.displaced),
             ("finished", core.finished),
@@ -38,6 +43,8 @@ impl EngineMetrics {
             ("failed", core.failed),
             ("iterations", core.iterations),
             ("scheduled_tokens", core.scheduled_tokens),
+            ("prefill_tokens", self.iterations.prefill_tokens),
+            ("decode_tokens", self.iterations.decode_tokens),
             ("scheduled_sequences", core.scheduled_sequences),
             ("output_tokens", core.output_tokens),
             ("prompt_tokens", core.prompt_tokens),
@@ -46,11 +53,14 @@ impl EngineMetrics {
             ("recomputed_tokens", core.recomputed_tokens),
             ("live", core.live),
             ("queued", core.queued),
+            ("queued_tokens", core.queued_tokens),
+            ("waiting", core.waiting),
             ("waiting_sequences", core.waiting_sequences),
             ("running_sequences", core.running_sequences),
             ("free_blocks", core.free_blocks),
             ("used_blocks", core.used_blocks),
             ("cached_blocks", core.cached_blocks),
+            ("device_us", core.device_us),
             ("steps", self.steps),
             ("failed_steps", self.failed_steps),
             ("step_us", self.step_us),
@@ -60,6 +70,13 @@ impl EngineMetrics {
         for (name, value) in entries {
             dict.set_item(name, value)?;
         }
+        dict.set_item("rejections", rejections(py, &core.rejections)?)?;
+        dict.set_item("iteration_time", times(py, &self.iterations.time)?)?;
+        dict.set_item(
+            "iteration_sequences",
+            sizes(py, &self.iterations.sequences)?,
+        )?;
+        dict.set_item("iteration_tokens", sizes(py, &self.iterations.tokens)?)?;
         Ok(dict)
     }
 }

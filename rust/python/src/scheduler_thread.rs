@@ -22,6 +22,7 @@ use crate::command::{Answer, Command, Message, Order, Question, Step, Submission
 use crate::delivery::{Delivery, Outbox};
 use crate::errors::Refusal;
 use crate::groups::{Groups, Wait};
+use crate::iterations::Iterations;
 use crate::metrics::EngineMetrics;
 
 /// What the thread is given.
@@ -85,6 +86,7 @@ struct Scheduler {
     is_open: bool,
     delivery: Delivery,
     stats: EngineMetrics,
+    iterations: Iterations,
 }
 
 impl Scheduler {
@@ -97,6 +99,7 @@ impl Scheduler {
             is_open: true,
             delivery: Delivery::default(),
             stats: EngineMetrics::default(),
+            iterations: Iterations::default(),
         }
     }
 
@@ -184,7 +187,10 @@ impl Scheduler {
             Question::Feed(submissions) => self.feed(now, submissions),
             Question::Reload(policy) => self.reload(now, &policy).into(),
             Question::Metrics => Answer::Metrics(Box::new(self.metrics())),
-            Question::Groups => Answer::Groups(Groups::of(&self.engine)),
+            Question::Groups => Answer::Groups(Groups::of(&self.engine, self.metrics())),
+            Question::Iterations(since) => {
+                Answer::Iterations(Box::new(self.iterations.recent(&self.engine, since, now)))
+            }
             Question::Wait(id) => Answer::Wait(self.engine.wait(now, id).map(Wait::from)),
         }
     }
@@ -204,6 +210,7 @@ impl Scheduler {
         let since = self.in_flight.as_ref().map(|flight| flight.since);
         EngineMetrics {
             core: self.engine.metrics(),
+            iterations: *self.engine.iteration_metrics(),
             in_flight_us: since.map_or(0, |since| since.elapsed().as_micros() as u64),
             ..self.stats
         }
@@ -322,6 +329,8 @@ impl Scheduler {
             if let Err(error) = committed {
                 self.fail_step(now, number, &error.to_string());
             }
+            self.iterations
+                .push(&self.engine.metrics(), step.plan(), now);
         }
         self.end.ring.push_back(step);
     }

@@ -40,12 +40,11 @@ impl Ledger {
         let (class, tenant) = (entry.class, entry.tenant);
         let most = entry.request.max_tokens;
         let queue_time_us = now.since_us(entry.request.stats.arrival);
+        let stats = entry.request.stats;
         let of_class = &mut self.classes[class.0 as usize].metrics;
-        of_class.scheduled(queue_time_us, prompt, num_cached_tokens.into());
+        of_class.scheduled(queue_time_us, &stats);
         let owner = self.tenants.get_mut(tenant);
-        owner
-            .metrics
-            .scheduled(queue_time_us, prompt, num_cached_tokens.into());
+        owner.metrics.scheduled(queue_time_us, &stats);
         owner.num_running += n;
         owner.use_tokens(now, prompt);
         let predicted = if self.rules.policy().charge_predicted_output {

@@ -17,6 +17,7 @@ use crate::iteration::join::leaves_together;
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::Ledger;
 use crate::iteration::sequence::Sequence;
+use crate::iteration::tally::{Payer, Tally};
 use crate::output::{Event, Output, OutputBatch, TokenLogprob};
 use crate::request::{Finish, SequenceKey, Time};
 use crate::text::TextState;
@@ -61,6 +62,7 @@ impl Commit<'_> {
     pub(crate) fn run(mut self) -> Result<(), CommitError> {
         self.check()?;
         let token_ns = self.measure();
+        let mut tally = Tally::new(token_ns);
         let (mut sample, mut score) = (0, 0);
         let mut ended = false;
         for position in 0..self.lane.step.num_sequences() {
@@ -70,6 +72,10 @@ impl Commit<'_> {
             sample = samples.end;
             let scores = score..score + sequence.scores().len();
             score = scores.end;
+            let (payer, tokens) = (sequence.payer, sequence.num_scheduled_tokens);
+            let has_output = sequence.num_output_tokens() > 0 && !samples.is_empty();
+            let gap_us = has_output.then(|| self.now.since_us(sequence.last_output));
+            let output_before = self.ledger.counters.output_tokens;
             if sequence.ended {
                 ended = true;
             } else if self.results.statuses[position] != STATUS_OK {
@@ -84,7 +90,11 @@ impl Commit<'_> {
                 self.tell_scores(key, scores);
                 ended |= self.append_samples(key, samples);
             }
+            let outputs = self.ledger.counters.output_tokens - output_before;
+            let gap_us = gap_us.filter(|_| outputs > 0);
+            tally.add(self.ledger, payer, tokens, outputs, gap_us);
         }
+        tally.flush(self.ledger);
         self.lane.in_flight = false;
         self.lane.step.clear();
         if ended {
@@ -102,6 +112,9 @@ impl Commit<'_> {
         let forecast = &mut self.ledger.forecast;
         forecast.measure_iteration(time_us, step.num_tokens, prefill, step.prefill_is_short);
         self.ledger.counters.device_us += time_us;
+        let (sequences, decodes) = (step.num_sequences() as u64, step.decodes.len() as u64);
+        let iterations = &mut self.ledger.iterations;
+        iterations.observe(time_us, sequences, decodes, step.num_tokens);
         time_us.saturating_mul(1_000) / step.num_tokens.max(1)
     }
 
@@ -265,9 +278,18 @@ impl Commit<'_> {
                 .extend_from_slice(&told[..num_tokens * per_token]);
         }
         if sequence.num_output_tokens() == num_tokens as u32 {
-            let entry = &mut self.ledger.requests[sequence.request.0];
-            entry.request.stats.first_token.get_or_insert(self.now);
+            let stats = &mut self.ledger.requests[sequence.request.0].request.stats;
+            if stats.first_token.is_none() {
+                stats.first_token = Some(self.now);
+                let ttft_us = self.now.since_us(stats.arrival);
+                let Payer { class, tenant } = sequence.payer;
+                self.ledger.classes[class.0 as usize]
+                    .metrics
+                    .started(ttft_us);
+                self.ledger.tenants.get_mut(tenant).metrics.started(ttft_us);
+            }
         }
+        sequence.last_output = self.now;
         self.ledger.counters.output_tokens += num_tokens as u64;
         outputs.events.push(Event::Output(Output {
             request: sequence.id,

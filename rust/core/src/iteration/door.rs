@@ -37,14 +37,16 @@ impl Ledger {
         let Some(class) = chosen else {
             return Err(self.unknown_class(ticket.class));
         };
-        if self.is_shedding && self.rules.class(class).may_be_shed {
-            return Err(SubmitError::Shedding {
+        let tenant = self.tenants.acquire(now, &ticket.tenant, &self.rules);
+        let placed = if self.is_shedding && self.rules.class(class).may_be_shed {
+            Err(SubmitError::Shedding {
                 class: self.rules.class(class).name.clone(),
                 retry_after_us: self.overload_us(lane, limits),
-            });
-        }
-        let tenant = self.tenants.acquire(now, &ticket.tenant, &self.rules);
-        match self.take_place(limits, class, tenant, ticket.n) {
+            })
+        } else {
+            self.take_place(limits, class, tenant, ticket.n)
+        };
+        match placed {
             Ok(place) => {
                 let reserved = Reserved {
                     place,
@@ -56,7 +58,7 @@ impl Ledger {
                 Ok(())
             }
             Err(error) => {
-                self.count_rejected(class, tenant);
+                self.count_rejected(class, tenant, &error);
                 self.tenants.release(tenant);
                 Err(error)
             }
@@ -70,9 +72,14 @@ impl Ledger {
     }
 
     /// Counts a request that its class and tenant are known of.
-    pub(crate) fn count_rejected(&mut self, class: ClassId, tenant: TenantKey) {
-        self.classes[class.0 as usize].metrics.rejected += 1;
-        self.tenants.get_mut(tenant).metrics.rejected += 1;
+    pub(crate) fn count_rejected(
+        &mut self,
+        class: ClassId,
+        tenant: TenantKey,
+        error: &SubmitError,
+    ) {
+        self.classes[class.0 as usize].metrics.rejected(error);
+        self.tenants.get_mut(tenant).metrics.rejected(error);
     }
 
     fn unknown_class(&self, class: Option<String>) -> SubmitError {

@@ -13,7 +13,7 @@ use crate::config::policy::{ClassId, Rules};
 use crate::iteration::charge::Prices;
 use crate::iteration::lane::Lane;
 use crate::iteration::sequence::{RequestKey, Sequence};
-use crate::metrics::{GroupMetrics, Metrics};
+use crate::metrics::{GroupMetrics, IterationMetrics, Metrics};
 use crate::output::{Event, Output, OutputBatch};
 use crate::predict::output_length::MeanLength;
 use crate::request::{EndKind, Finish, Request, RequestId, SequenceKey, Time};
@@ -49,6 +49,7 @@ pub(crate) struct Ledger {
     pub(crate) lengths: MeanLength,
     pub(crate) outputs: OutputBatch,
     pub(crate) counters: Metrics,
+    pub(crate) iterations: IterationMetrics,
     pub(crate) num_arrivals: u64,
 }
 
@@ -120,6 +121,7 @@ impl Ledger {
             lengths: MeanLength::default(),
             outputs: OutputBatch::default(),
             counters: Metrics::default(),
+            iterations: IterationMetrics::default(),
             num_arrivals: 0,
             rules,
         }
@@ -241,7 +243,10 @@ impl Ledger {
             EndKind::Finished => counters.finished += 1,
             EndKind::Aborted => counters.aborted += 1,
             EndKind::Failed => counters.failed += 1,
-            EndKind::Expired => counters.expired += 1,
+            EndKind::Expired => {
+                counters.expired += 1;
+                counters.deadline_missed += u64::from(finish == Finish::DeadlineMissed);
+            }
             EndKind::Shed => counters.shed += 1,
             EndKind::Displaced => counters.displaced += 1,
         }
@@ -256,7 +261,6 @@ impl Ledger {
             .metrics
             .ended(finish, &stats, n);
         self.queue.release_flow(leaf);
-        self.tenants.release(tenant);
         self.outputs.events.push(Event::Ended { request, stats });
     }
 
@@ -285,6 +289,8 @@ impl Ledger {
         let entry = &mut self.requests[request];
         entry.sequences.retain(|&other| other != key);
         if entry.sequences.is_empty() {
+            // Until now its tenant was there for the work of its step in flight.
+            self.tenants.release(entry.tenant);
             self.requests.remove(request);
         }
     }

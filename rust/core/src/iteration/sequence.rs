@@ -13,9 +13,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::iteration::rows::Row;
+use crate::iteration::tally::Payer;
 use crate::memory::blocks::{BlockCopy, BlockTable, OutOfBlocks};
 use crate::memory::prefix::{BlockHash, extend_chain};
-use crate::request::{Finish, Request, RequestId};
+use crate::request::{Finish, Request, RequestId, Time};
 use crate::text::StopStrings;
 use crate::text::TextState;
 use crate::waiting::fairness::FlowKey;
@@ -104,6 +105,10 @@ pub(crate) struct Sequence {
     /// Charged ahead for output that has not come.
     pub(crate) prepaid_output: Units,
     pub(crate) arrival: Arrival,
+    /// Whose it is.
+    pub(crate) payer: Payer,
+    /// When its last output was committed, once it has any.
+    pub(crate) last_output: Time,
 
     /// Charged ahead for prompt tokens that have not run.
     pub(crate) prepaid: Units,
@@ -131,6 +136,7 @@ pub(crate) struct NewSequence {
     pub(crate) number: u64,
     pub(crate) level: usize,
     pub(crate) leaf: FlowKey,
+    pub(crate) payer: Payer,
     pub(crate) prompt: Vec<u32>,
     pub(crate) num_tokens_to_score: u32,
     pub(crate) n: u32,
@@ -172,6 +178,8 @@ impl Sequence {
             num_lost_tokens: 0,
             level: new.level,
             leaf: new.leaf,
+            payer: new.payer,
+            last_output: Time(0),
             num_charged_tokens: 0,
             prepaid: 0,
             prepaid_output: 0,
@@ -329,6 +337,8 @@ impl Sequence {
             num_lost_tokens: 0,
             level: self.level,
             leaf: self.leaf,
+            payer: self.payer,
+            last_output: self.last_output,
             num_charged_tokens: self.num_charged_tokens,
             prepaid: 0,
             prepaid_output: 0,

@@ -116,6 +116,7 @@ impl Ledger {
                 self.counters
             ));
         }
+        self.audit_groups()?;
         for (key, tenant) in self.tenants.iter() {
             let of_tenant = self
                 .requests
@@ -167,6 +168,39 @@ impl Ledger {
                 && !self.requests.iter().any(waits_before)
             {
                 return Err(format!("{} is aside for nobody", entry.request.id));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that nobody is lost in the books of a class or a tenant.
+    fn audit_groups(&self) -> Result<(), String> {
+        let classes = self.rules.policy().classes.iter().zip(&self.classes);
+        let classes = classes.map(|(settings, class)| (settings.name.as_str(), &class.metrics));
+        let gone = [("others", self.tenants.other_metrics())];
+        let by_class: Vec<_> = classes.collect();
+        let by_tenant: Vec<_> = self.tenants.metrics().chain(gone).collect();
+        for groups in [&by_class, &by_tenant] {
+            let (mut live, mut waiting, mut output_tokens) = (0, 0, 0);
+            for (name, metrics) in groups {
+                if metrics.accepted != metrics.ends() + metrics.live {
+                    return Err(format!("{name} lost a request: {metrics:?}"));
+                }
+                if metrics.rejected != metrics.rejections.total() {
+                    return Err(format!("{name} rejected for no reason: {metrics:?}"));
+                }
+                live += metrics.live;
+                waiting += metrics.waiting;
+                output_tokens += metrics.output_tokens;
+            }
+            let never_scheduled = self.requests.iter().filter(|(_, e)| e.waiting.is_some());
+            let expected = (self.live.len() as u64, never_scheduled.count() as u64);
+            if (live, waiting) != expected || output_tokens != self.counters.output_tokens {
+                return Err(format!(
+                    "groups have {live} requests, {waiting} of them waiting, and wrote \
+                     {output_tokens} tokens; it is {expected:?} and {:?}",
+                    self.counters
+                ));
             }
         }
         Ok(())

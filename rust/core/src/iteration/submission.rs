@@ -9,6 +9,7 @@ use crate::error::SubmitError;
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::{Entry, Ledger, Reserved, Waiting};
 use crate::iteration::sequence::{Ending, NewSequence, RequestKey, Sequence};
+use crate::iteration::tally::Payer;
 use crate::memory::prefix::{BlockHash, extend_chain};
 use crate::request::{Request, SequenceKey, Time};
 use crate::waiting::fairness::FlowKey;
@@ -48,7 +49,7 @@ impl Ledger {
             }
             Err(error) => {
                 self.queue.release_flow(leaf);
-                self.count_rejected(class, tenant);
+                self.count_rejected(class, tenant, &error);
                 self.tenants.release(tenant);
                 Err(error)
             }
@@ -81,8 +82,9 @@ impl Ledger {
         let level = self.queue.level_index(self.rules.class(class).level);
         let room = lane.room_for(limits, level, self.rules.policy().preempt_to_admit);
         let ahead = self.queue.work_before(level, leaf, key);
-        if let Some((_, ttft)) = self.forecast.predict(ahead, work, room) {
+        if let Some((queue_time, ttft)) = self.forecast.predict(ahead, work, room) {
             request.stats.predicted_ttft_us = Some(ttft);
+            request.stats.predicted_queue_time_us = Some(queue_time);
             // Where nothing is at work, a prediction has nothing to rest on but the past; whoever comes
             // then is let in, or one slow iteration could close the door for good.
             if !self.live.is_empty() {
@@ -279,9 +281,9 @@ impl Ledger {
             is_aside: false,
             is_promised: self.promises(entry.class).is_some(),
         };
-        self.classes[entry.class.0 as usize].metrics.accepted += 1;
+        self.classes[entry.class.0 as usize].metrics.accepted();
         let tenant = self.tenants.get_mut(entry.tenant);
-        tenant.metrics.accepted += 1;
+        tenant.metrics.accepted();
         let rate_tokens = rate_tokens + work.prefill_tokens;
         tenant.waiting_tokens += rate_tokens;
         let mut waiting = Waiting {
@@ -324,6 +326,10 @@ impl Ledger {
             number: key.number,
             level,
             leaf: entry.leaf,
+            payer: Payer {
+                class: entry.class,
+                tenant: entry.tenant,
+            },
             prompt,
             num_tokens_to_score: request.num_tokens_to_score(),
             n: request.sampling.n,

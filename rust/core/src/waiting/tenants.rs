@@ -27,6 +27,9 @@ pub struct TenantKey(u32);
 /// Unnamed tenants that may be remembered for their rate alone before any is forgotten.
 const MAX_REMEMBERED: usize = 4_096;
 
+/// Tenants that are gone whose counters are remembered each for itself; those of others are summed up.
+const MAX_DEPARTED: usize = 1_024;
+
 /// Tokens a second, as a virtual clock.
 #[derive(Clone, Copy, Debug)]
 struct Rate {
@@ -157,6 +160,10 @@ pub struct Tenants {
     any_has_rate: bool,
     /// Flows of tenants that are gone.
     orphans: Vec<FlowKey>,
+    /// What became of the requests of tenants that are gone, for when they come back.
+    departed: BTreeMap<Arc<str>, GroupMetrics>,
+    /// The same of those beyond [`MAX_DEPARTED`], summed up.
+    others: GroupMetrics,
 }
 
 impl Tenants {
@@ -168,6 +175,8 @@ impl Tenants {
             forget_at: MAX_REMEMBERED,
             any_has_rate: false,
             orphans: Vec::new(),
+            departed: BTreeMap::new(),
+            others: GroupMetrics::default(),
         };
         tenants.reload(rules);
         tenants
@@ -223,7 +232,7 @@ impl Tenants {
             held_since: None,
             held_until: None,
             held_us: 0,
-            metrics: GroupMetrics::default(),
+            metrics: self.departed.remove(&name).unwrap_or_default(),
             lengths: Vec::new(),
             is_named: rules.policy().tenants.contains_key(&*name),
             references: 0,
@@ -240,6 +249,26 @@ impl Tenants {
         self.by_name.remove(&tenant.name);
         self.orphans
             .extend(tenant.flows.into_iter().map(|(_, flow)| flow));
+        if self.departed.len() < MAX_DEPARTED {
+            self.departed.insert(tenant.name, tenant.metrics);
+        } else {
+            self.others.absorb(&tenant.metrics);
+        }
+    }
+
+    /// What became of the requests of each tenant: of those that are here, then of those that are gone,
+    /// each in order of their names.
+    pub fn metrics(&self) -> impl Iterator<Item = (&str, &GroupMetrics)> {
+        let here = self
+            .iter()
+            .map(|(_, tenant)| (&*tenant.name, &tenant.metrics));
+        let gone = self.departed.iter();
+        here.chain(gone.map(|(name, metrics)| (&**name, metrics)))
+    }
+
+    /// What became of the requests of tenants that are not told one by one.
+    pub fn other_metrics(&self) -> &GroupMetrics {
+        &self.others
     }
 
     /// A flow that a tenant referred to that is gone.

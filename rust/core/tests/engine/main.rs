@@ -1,5 +1,6 @@
 //! The scheduler, driven through its facade by a model executor that keeps its own KV memory.
 
+mod counts;
 mod fairness;
 mod gate;
 mod golden;
