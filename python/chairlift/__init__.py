@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     )
     from chairlift.llm import LLM
     from chairlift.outputs import (
+        ITERATION_BOUNDS,
+        SIZE_BOUNDS,
         TIME_BOUNDS,
         CompletionOutput,
         Delta,
@@ -55,6 +57,7 @@ _HOMES = {
     "DeltaStream": "delta_stream",
     "EngineDeadError": "errors",
     "InvalidRequestError": "errors",
+    "ITERATION_BOUNDS": "outputs",
     "JoinConfig": "config",
     "KeyConfig": "config",
     "LLM": "llm",
@@ -68,6 +71,7 @@ _HOMES = {
     "RequestFailedError": "errors",
     "RequestOutput": "outputs",
     "RequestStats": "outputs",
+    "SIZE_BOUNDS": "outputs",
     "SamplingParams": "sampling",
     "SheddingConfig": "config",
     "TIME_BOUNDS": "outputs",
@@ -76,7 +80,9 @@ _HOMES = {
 }
 
 __all__ = [
+    "ITERATION_BOUNDS",
     "LLM",
+    "SIZE_BOUNDS",
     "TIME_BOUNDS",
     "AsyncEngine",
     "ChairliftError",

@@ -137,20 +137,23 @@ class AsyncEngine:
             await self._answer(self._client.post_reload(checked.policy))
         self._engine.config = checked
 
-    async def metrics(self) -> dict[str, int]:
-        """Counters and gauges of the engine.
+    async def metrics(self) -> dict[str, Any]:
+        """Counters and gauges of the engine, and histograms of its iterations.
 
         Raises:
             EngineDeadError: the engine has ended.
         """
-        metrics: dict[str, int] = await self._answer(self._client.post_metrics())
+        metrics: dict[str, Any] = await self._answer(self._client.post_metrics())
         return metrics
 
     async def group_metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Counters and histograms: ``{"classes": {name: {...}}, "tenants": {name: {...}}}``.
 
         A histogram is ``{"counts": [...], "sum": seconds}``, with the buckets of
-        ``chairlift.TIME_BOUNDS``. ``served`` is priced service, in units of the price.
+        ``chairlift.TIME_BOUNDS``; that of ``itl`` has those of ``chairlift.ITERATION_BOUNDS``.
+        ``served`` is priced service, in units of the price. ``groups["engine"][""]`` is what
+        :meth:`metrics` says, of the same moment; ``groups["other_tenants"][""]`` are the tenants
+        beyond those that are remembered by name.
 
         Raises:
             EngineDeadError: the engine has ended.
@@ -159,6 +162,23 @@ class AsyncEngine:
             self._client.post_group_metrics()
         )
         return groups
+
+    async def iterations(self, since_step: int = 0) -> dict[str, Any]:
+        """The last iterations after number ``since_step``, and the engine as it is now.
+
+        Of ``I`` iterations (256 are kept): ``step``, ``time`` (when it was committed, seconds on
+        the engine's clock), ``duration`` (seconds), ``decode_sequences``, ``prefill_sequences``,
+        ``decode_tokens``, ``prefill_tokens``, ``finished`` (requests), ``used_blocks``,
+        ``waiting`` (sequences after it), each [I]. Of the ``R`` rows: ``row_classes`` [R], an index
+        into ``classes`` (names) or -1 where it is free, and ``row_decodes`` [R], 1 where output is
+        written. ``oldest_by_class`` and ``oldest_by_tenant``: seconds that the longest-waiting has
+        waited. ``now``: the engine's clock.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        recent: dict[str, Any] = await self._answer(self._client.post_iterations(since_step))
+        return recent
 
     async def waiting(self, request_id: int) -> tuple[str, dict[str, float]] | None:
         """Why a request waits, and for how many seconds it has waited for what.

@@ -161,7 +161,7 @@ class LLM:
         """
         self._engine.reload(config)
 
-    def metrics(self) -> dict[str, int]:
+    def metrics(self) -> dict[str, Any]:
         """Counters and gauges of the engine.
 
         Raises:

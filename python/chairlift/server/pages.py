@@ -21,7 +21,8 @@ from fastapi.params import Depends
 
 from chairlift.errors import EngineDeadError
 from chairlift.server.live import Engine, Pulse
-from chairlift.server.metrics import CONTENT_TYPE, HttpCounters, ShownTenants, Snapshot, render
+from chairlift.server.metrics import CONTENT_TYPE, render
+from chairlift.server.readings import HttpCounters, ShownTenants, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
