@@ -357,7 +357,7 @@ async def test_a_load_is_seen(chromium, tmp_path):
         browsing(chromium, address) as (page, complaints),
     ):
         await until_status(page, "live")
-        assert await text(page, "lift-text") == "0 of 16 chairs taken: 0 boarding, 0 riding"
+        assert await text(page, "lift-text") == "0 of 16 chairs taken, 0 boarding"
         assert await page.locator(".chairs .chair").count() == 16
         async with loaded(engine):
             await until(page, "document.querySelectorAll('.chairs .rides').length > 12")

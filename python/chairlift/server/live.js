@@ -66,8 +66,7 @@ function showChairs(state) {
     if (box.children[row].className !== name) box.children[row].className = name;
   }
   put(at("lift-text"),
-    `${number(rides + boards)} of ${plural(rows.length, "chair")} taken: ` +
-    `${number(boards)} boarding, ${number(rides)} riding`);
+    `${number(rides + boards)} of ${plural(rows.length, "chair")} taken, ${number(boards)} boarding`);
   const keys = at("class-keys");
   resize(keys, state.classes.length, () => {
     const key = element("li");
@@ -136,7 +135,7 @@ function showBatch(state) {
   const last = state.iterations;
   const most = Math.max(4, ...last.map((step) => step[1] + step[2]));
   const width = 480 / 48;
-  const unit = 104 / most;
+  const unit = 100 / most;
   let decodes = "";
   let prefills = "";
   let finished = "";

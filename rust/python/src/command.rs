@@ -147,7 +147,7 @@ pub enum Answer {
     /// A snapshot.
     Metrics(Box<EngineMetrics>),
     /// A snapshot.
-    Groups(Groups),
+    Groups(Box<Groups>),
     /// Iterations, and the engine beside them.
     Iterations(Box<Recent>),
     /// `None`: the request does not wait.

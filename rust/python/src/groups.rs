@@ -72,7 +72,7 @@ impl From<(WaitReason, WaitTimes)> for Wait {
 
 impl Groups {
     /// The groups of an engine whose own counters are `metrics`.
-    pub fn of(engine: &Engine, metrics: EngineMetrics) -> Self {
+    pub fn of(engine: &Engine, metrics: &EngineMetrics) -> Self {
         let settings = engine.policy().classes.iter();
         let owned = |(name, metrics): (&str, &GroupMetrics)| (name.to_owned(), *metrics);
         let mut shares: Vec<TenantShare> = Vec::new();
@@ -89,7 +89,7 @@ impl Groups {
             }
         }
         Self {
-            engine: metrics,
+            engine: *metrics,
             classes: settings
                 .zip(engine.class_metrics())
                 .map(|(settings, (_, metrics))| (settings.clone(), *metrics))

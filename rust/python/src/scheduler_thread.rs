@@ -187,7 +187,7 @@ impl Scheduler {
             Question::Feed(submissions) => self.feed(now, submissions),
             Question::Reload(policy) => self.reload(now, &policy).into(),
             Question::Metrics => Answer::Metrics(Box::new(self.metrics())),
-            Question::Groups => Answer::Groups(Groups::of(&self.engine, self.metrics())),
+            Question::Groups => Answer::Groups(Box::new(Groups::of(&self.engine, &self.metrics()))),
             Question::Iterations(since) => {
                 Answer::Iterations(Box::new(self.iterations.recent(&self.engine, since, now)))
             }
