@@ -62,7 +62,8 @@ impl Commit<'_> {
     pub(crate) fn run(mut self) -> Result<(), CommitError> {
         self.check()?;
         let token_ns = self.measure();
-        let mut tally = Tally::new(token_ns);
+        let first = self.lane.step.sequence(0);
+        let mut tally = Tally::new(token_ns, self.ledger.sequences[first.0].payer);
         let (mut sample, mut score) = (0, 0);
         let mut ended = false;
         for position in 0..self.lane.step.num_sequences() {

@@ -62,7 +62,8 @@ impl Ending {
     }
 }
 
-/// Laid out so that a step of a decode touches its first three cache lines and no other.
+/// Laid out so that a step of a decode touches its first four cache lines and no other, and does not
+/// write the fourth.
 #[repr(C, align(64))]
 pub(crate) struct Sequence {
     /// Prompt, then output.
@@ -102,14 +103,14 @@ pub(crate) struct Sequence {
     pub(crate) last_token: u32,
     /// The request's name.
     pub(crate) id: RequestId,
-    /// Charged ahead for output that has not come.
-    pub(crate) prepaid_output: Units,
-    pub(crate) arrival: Arrival,
-    /// Whose it is.
-    pub(crate) payer: Payer,
     /// When its last output was committed, once it has any.
     pub(crate) last_output: Time,
+    /// Whose it is.
+    pub(crate) payer: Payer,
 
+    pub(crate) arrival: Arrival,
+    /// Charged ahead for output that has not come.
+    pub(crate) prepaid_output: Units,
     /// Charged ahead for prompt tokens that have not run.
     pub(crate) prepaid: Units,
     /// Rows of the siblings that fork off at the first output.

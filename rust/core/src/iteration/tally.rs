@@ -15,8 +15,9 @@ pub(crate) struct Payer {
     pub(crate) tenant: TenantKey,
 }
 
-/// A run of sequences that have payer and gap in common.
-struct Run {
+/// A run of sequences that have payer and gap in common, not yet counted.
+pub(crate) struct Tally {
+    token_ns: u64,
     payer: Payer,
     /// Between their last output and this one.
     gap_us: u64,
@@ -25,22 +26,21 @@ struct Run {
     outputs: u64,
 }
 
-/// What was not yet counted.
-pub(crate) struct Tally {
-    token_ns: u64,
-    run: Option<Run>,
-}
-
 impl Tally {
-    /// Of a step whose tokens took `token_ns` each.
-    pub(crate) fn new(token_ns: u64) -> Self {
+    /// Of a step whose tokens took `token_ns` each, and whose first sequence is of `payer`.
+    pub(crate) fn new(token_ns: u64, payer: Payer) -> Self {
         Self {
             token_ns,
-            run: None,
+            payer,
+            gap_us: 0,
+            gaps: 0,
+            tokens: 0,
+            outputs: 0,
         }
     }
 
     /// Counts a sequence with so many tokens in the step and so many outputs of it.
+    #[inline]
     pub(crate) fn add(
         &mut self,
         ledger: &mut Ledger,
@@ -49,41 +49,31 @@ impl Tally {
         outputs: u64,
         gap_us: Option<u64>,
     ) {
-        let fits = self.run.as_ref().is_some_and(|run| {
-            let same_gap = gap_us.is_none_or(|gap_us| run.gaps == 0 || run.gap_us == gap_us);
-            run.payer == payer && same_gap
-        });
-        if !fits {
+        let has_other_gap = gap_us.is_some_and(|gap_us| gap_us != self.gap_us && self.gaps > 0);
+        if payer != self.payer || has_other_gap {
             self.flush(ledger);
+            self.payer = payer;
         }
-        let run = self.run.get_or_insert(Run {
-            payer,
-            gap_us: 0,
-            gaps: 0,
-            tokens: 0,
-            outputs: 0,
-        });
-        run.tokens += u64::from(tokens);
-        run.outputs += outputs;
+        self.tokens += u64::from(tokens);
+        self.outputs += outputs;
         if let Some(gap_us) = gap_us {
-            run.gap_us = gap_us;
-            run.gaps += 1;
+            self.gap_us = gap_us;
+            self.gaps += 1;
         }
     }
 
     /// Counts what was not yet counted.
+    #[cold]
     pub(crate) fn flush(&mut self, ledger: &mut Ledger) {
-        let Some(run) = self.run.take() else {
-            return;
-        };
-        let bucket = bucket(&ITERATION_BOUNDS_US, run.gap_us);
-        let Payer { class, tenant } = run.payer;
+        let bucket = bucket(&ITERATION_BOUNDS_US, self.gap_us);
+        let Payer { class, tenant } = self.payer;
         let of_class = &mut ledger.classes[class.0 as usize].metrics;
         let of_tenant = &mut ledger.tenants.get_mut(tenant).metrics;
         for metrics in [of_class, of_tenant] {
-            metrics.device_ns += run.tokens * self.token_ns;
-            metrics.output_tokens += run.outputs;
-            metrics.itl.add(bucket, run.gap_us, run.gaps);
+            metrics.device_ns += self.tokens * self.token_ns;
+            metrics.output_tokens += self.outputs;
+            metrics.itl.add(bucket, self.gap_us, self.gaps);
         }
+        (self.gaps, self.tokens, self.outputs) = (0, 0, 0);
     }
 }
