@@ -26,7 +26,9 @@ from chairlift import (
 )
 from chairlift.outputs import ITERATION_BOUNDS, TIME_BOUNDS
 from chairlift.server.live import Pulse, quantile
+from chairlift.server.metrics import render
 from chairlift.server.pages import live_page, router
+from chairlift.server.readings import Snapshot
 from chairlift.testing import ScriptedExecutor
 
 pytestmark = pytest.mark.anyio
@@ -184,6 +186,22 @@ async def test_hundreds_of_tenants_do_not_swell_it():
     assert len(state["tenants"]["shown"]) == 8
     assert state["tenants"]["others"] == 300 + 2 - 8
     assert len(told) < 8_000
+
+
+async def test_an_engine_in_its_own_process_is_seen_as_well():
+    engine = AsyncEngine(executor="chairlift.testing:ScriptedExecutor", isolation="process")
+    clock = Clock()
+    pulse = Pulse(lambda: engine, clock=clock)
+    async with engine:
+        await look(pulse)
+        await finish(engine, "abc", 12)
+        clock.now += 1
+        state = await look(pulse)
+        scrape = render(Snapshot(await engine.group_metrics(), shown_tenants=("default",)))
+    assert state["classes"][0]["itl"]["count"] == 11
+    assert len(state["iterations"]) == 12
+    assert state["rows"] == "." * 256
+    assert b'chairlift:tenant_generation_tokens_total{model_name="",tenant="default"} 12' in scrape
 
 
 def test_a_quantile_lies_within_its_bucket():
