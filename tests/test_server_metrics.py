@@ -231,7 +231,8 @@ async def test_tenants_beyond_a_bound_are_others():
             *(
                 one(engine, "x", tenant=f"tenant {number}", request_class="bulk")
                 for number in range(100)
-            )
+            ),
+            one(engine, "x", tenant="other", request_class="bulk"),
         )
         first = await scraped(engine, shown)
         named = first.labels("tenant_requests_accepted_total", "tenant")
@@ -246,6 +247,21 @@ async def test_tenants_beyond_a_bound_are_others():
     assert others[1] == others[0] + 31
     for scrape in (first, second):
         check_conservation(scrape)
+
+
+async def test_in_brief_tenants_are_counters_alone():
+    engine, _ = started()
+    async with engine:
+        await one(engine, "abc", tenant="acme", request_class="bulk")
+        brief, full = await engine.group_metrics(brief=True), await engine.group_metrics()
+    assert brief["classes"].keys() == full["classes"].keys()
+    assert "itl" in brief["classes"]["bulk"]
+    left_out = full["tenants"]["acme"].keys() - brief["tenants"]["acme"].keys()
+    assert {"itl", "ttft", "queue_time", "rejections"} <= left_out
+    assert brief["tenants"]["acme"] == {
+        key: full["tenants"]["acme"][key] for key in brief["tenants"]["acme"]
+    }
+    assert brief["tenants"]["acme"]["output_tokens"] == 8
 
 
 async def test_names_cannot_break_out_of_their_labels():

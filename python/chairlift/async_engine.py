@@ -146,20 +146,21 @@ class AsyncEngine:
         metrics: dict[str, Any] = await self._answer(self._client.post_metrics())
         return metrics
 
-    async def group_metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
+    async def group_metrics(self, *, brief: bool = False) -> dict[str, dict[str, dict[str, Any]]]:
         """Counters and histograms: ``{"classes": {name: {...}}, "tenants": {name: {...}}}``.
 
         A histogram is ``{"counts": [...], "sum": seconds}``, with the buckets of
         ``chairlift.TIME_BOUNDS``; that of ``itl`` has those of ``chairlift.ITERATION_BOUNDS``.
         ``served`` is priced service, in units of the price. ``groups["engine"][""]`` is what
         :meth:`metrics` says, of the same moment; ``groups["other_tenants"][""]`` are the tenants
-        beyond those that are remembered by name.
+        beyond those that are remembered by name. ``brief`` leaves out what tenants have beside
+        their counters: there may be a thousand of them.
 
         Raises:
             EngineDeadError: the engine has ended.
         """
         groups: dict[str, dict[str, dict[str, Any]]] = await self._answer(
-            self._client.post_group_metrics()
+            self._client.post_group_metrics(brief=brief)
         )
         return groups
 

@@ -37,7 +37,7 @@ Groups = Mapping[str, Mapping[str, Mapping[str, Any]]]
 class Engine(Protocol):
     """What is asked of an engine; :class:`chairlift.AsyncEngine` is one."""
 
-    async def group_metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
+    async def group_metrics(self, *, brief: bool = False) -> dict[str, dict[str, dict[str, Any]]]:
         """Counters of classes, tenants and the engine."""
 
     async def iterations(self, since_step: int = 0) -> dict[str, Any]:
@@ -303,7 +303,7 @@ class Pulse:
 
     async def _sample(self, engine: Engine) -> Sample:
         self.num_samples += 1
-        groups = await engine.group_metrics()
+        groups = await engine.group_metrics(brief=True)
         recent = await engine.iterations(max(self._last_step - _RECENT_ITERATIONS, 0))
         return Sample(self._clock(), groups, recent)
 

@@ -55,11 +55,10 @@ class ShownTenants:
         """Take in those that came since, while there is room; returns all that are shown."""
         if len(self.names) < MOST_TENANTS:
             tenants = groups["tenants"].items()
-            fresh = [(name, of) for name, of in tenants if name not in self.names]
+            fresh = [item for item in tenants if item[0] not in (*self.names, OTHER)]
             fresh.sort(key=lambda item: -(item[1]["accepted"] + item[1]["rejected"]))
             for name, _ in fresh[: MOST_TENANTS - len(self.names)]:
-                if name != OTHER:
-                    self.names[name] = None
+                self.names[name] = None
         return tuple(self.names)
 
 

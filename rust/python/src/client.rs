@@ -372,14 +372,18 @@ impl EngineClient {
         self.line.post(Question::Metrics)
     }
 
-    /// Counters and histograms by class and by tenant, and what each tenant was served.
-    fn group_metrics(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        self.line.ask(py, Question::Groups)?.into_python(py)
+    /// Counters and histograms by class and by tenant, and what each tenant was served; with `brief`
+    /// only the counters of tenants.
+    #[pyo3(signature = (*, brief = false))]
+    fn group_metrics(&self, py: Python<'_>, brief: bool) -> PyResult<Py<PyAny>> {
+        let question = Question::Groups { is_brief: brief };
+        self.line.ask(py, question)?.into_python(py)
     }
 
     /// The number of a call for them.
-    fn post_group_metrics(&self) -> u64 {
-        self.line.post(Question::Groups)
+    #[pyo3(signature = (*, brief = false))]
+    fn post_group_metrics(&self, brief: bool) -> u64 {
+        self.line.post(Question::Groups { is_brief: brief })
     }
 
     /// The last iterations whose number is above `since_step` (256 are kept), who sits in which row, and

@@ -112,8 +112,11 @@ pub enum Question {
     Reload(Box<Policy>),
     /// Counters and gauges.
     Metrics,
-    /// The same by class and tenant.
-    Groups,
+    /// The same by class and tenant; in brief: without the histograms of tenants.
+    Groups {
+        /// Whether it is to be brief.
+        is_brief: bool,
+    },
     /// The last iterations after that step, and the engine as it is now.
     Iterations(u64),
     /// Why a request waits, and for how long it has waited for what.

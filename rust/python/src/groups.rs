@@ -42,6 +42,8 @@ pub struct Groups {
     classes: Vec<(ClassSettings, GroupMetrics)>,
     tenants: Vec<(String, GroupMetrics)>,
     other_tenants: GroupMetrics,
+    /// Whether tenants are told without histograms.
+    is_brief: bool,
     shares: Vec<TenantShare>,
 }
 
@@ -72,7 +74,7 @@ impl From<(WaitReason, WaitTimes)> for Wait {
 
 impl Groups {
     /// The groups of an engine whose own counters are `metrics`.
-    pub fn of(engine: &Engine, metrics: &EngineMetrics) -> Self {
+    pub fn of(engine: &Engine, metrics: &EngineMetrics, is_brief: bool) -> Self {
         let settings = engine.policy().classes.iter();
         let owned = |(name, metrics): (&str, &GroupMetrics)| (name.to_owned(), *metrics);
         let mut shares: Vec<TenantShare> = Vec::new();
@@ -96,6 +98,7 @@ impl Groups {
                 .collect(),
             tenants: engine.tenant_metrics().map(owned).collect(),
             other_tenants: *engine.other_tenant_metrics(),
+            is_brief,
             shares,
         }
     }
@@ -115,9 +118,16 @@ impl Groups {
             }
             classes.set_item(&settings.name, class)?;
         }
+        let tenant = |metrics| {
+            if self.is_brief {
+                counters(py, metrics)
+            } else {
+                group(py, metrics)
+            }
+        };
         let tenants = PyDict::new(py);
         for (name, metrics) in &self.tenants {
-            tenants.set_item(name, group(py, metrics)?)?;
+            tenants.set_item(name, tenant(metrics)?)?;
         }
         for share in &self.shares {
             if let Some(tenant) = tenants.get_item(&share.tenant)? {
@@ -131,7 +141,7 @@ impl Groups {
         dict.set_item("classes", classes)?;
         dict.set_item("tenants", tenants)?;
         let others = PyDict::new(py);
-        others.set_item("", group(py, &self.other_tenants)?)?;
+        others.set_item("", tenant(&self.other_tenants)?)?;
         dict.set_item("other_tenants", others)?;
         let engine = PyDict::new(py);
         engine.set_item("", self.engine.to_dict(py)?)?;
@@ -140,7 +150,7 @@ impl Groups {
     }
 }
 
-fn group<'py>(py: Python<'py>, metrics: &GroupMetrics) -> PyResult<Bound<'py, PyDict>> {
+fn counters<'py>(py: Python<'py>, metrics: &GroupMetrics) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     let counters = [
         ("accepted", metrics.accepted),
@@ -163,6 +173,11 @@ fn group<'py>(py: Python<'py>, metrics: &GroupMetrics) -> PyResult<Bound<'py, Py
         dict.set_item(name, value)?;
     }
     dict.set_item("device_time", metrics.device_ns as f64 / 1e9)?;
+    Ok(dict)
+}
+
+fn group<'py>(py: Python<'py>, metrics: &GroupMetrics) -> PyResult<Bound<'py, PyDict>> {
+    let dict = counters(py, metrics)?;
     dict.set_item("rejections", rejections(py, &metrics.rejections)?)?;
     let histograms = [
         ("queue_time", &metrics.queue_time),

@@ -187,7 +187,10 @@ impl Scheduler {
             Question::Feed(submissions) => self.feed(now, submissions),
             Question::Reload(policy) => self.reload(now, &policy).into(),
             Question::Metrics => Answer::Metrics(Box::new(self.metrics())),
-            Question::Groups => Answer::Groups(Box::new(Groups::of(&self.engine, &self.metrics()))),
+            Question::Groups { is_brief } => {
+                let groups = Groups::of(&self.engine, &self.metrics(), is_brief);
+                Answer::Groups(Box::new(groups))
+            }
             Question::Iterations(since) => {
                 Answer::Iterations(Box::new(self.iterations.recent(&self.engine, since, now)))
             }
