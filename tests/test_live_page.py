@@ -8,12 +8,13 @@ import json
 import shutil
 import socket
 from collections.abc import Mapping
+from typing import Annotated
 
 import httpx
 import numpy as np
 import pytest
 import uvicorn
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI, Header, HTTPException
 
 from chairlift import (
     AsyncEngine,
@@ -459,6 +460,30 @@ async def test_it_pauses_and_comes_back_after_the_server_was_away(chromium):
         await page.get_by_role("button", name="Resume").click()
         await until_status(page, "live")
         assert await text(page, "other-tenants") == ""
+
+
+@pytest.mark.browser
+async def test_a_key_is_taken_from_the_address_and_shown_no_longer(chromium):
+    def check(authorization: Annotated[str, Header()] = ""):
+        if authorization != "Bearer sk-right":
+            raise HTTPException(401, "no such key")
+
+    engine, _ = started()
+    app = application(engine, dependencies=[Depends(check)])
+    async with (
+        engine,
+        served(app) as address,
+        browsing(chromium, address) as (page, _),
+    ):
+        await until_status(page, "a key is needed: add #key=YOUR-KEY to the address")
+        await page.goto(f"{address}#key=sk-right")
+        await until_status(page, "live")
+        assert page.url == address
+        await page.reload()
+        await until_status(page, "live")
+    async with client_of(app) as client:
+        assert (await client.get("/metrics")).status_code == 401
+        assert (await client.get("/")).status_code == 200
 
 
 @pytest.mark.browser

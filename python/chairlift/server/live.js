@@ -268,6 +268,17 @@ function say(text, light) {
   at("light").className = `light ${light}`;
 }
 
+/** A key that the address brought along (#key=...): kept for this tab, and shown no longer. */
+function givenKey() {
+  const given = new URLSearchParams(location.hash.slice(1)).get("key");
+  if (given) {
+    sessionStorage.setItem("key", given);
+    history.replaceState(null, "", location.pathname + location.search);
+  }
+  return sessionStorage.getItem("key");
+}
+
+let key = givenKey();
 let isPaused = false;
 let timer = 0;
 let asking = null;
@@ -277,11 +288,15 @@ async function ask() {
   let wait = INTERVAL_MS;
   try {
     const limit = AbortSignal.any([asking.signal, AbortSignal.timeout(10000)]);
-    const answer = await fetch("live", { cache: "no-store", signal: limit });
+    const headers = key ? { Authorization: `Bearer ${key}` } : {};
+    const answer = await fetch("live", { cache: "no-store", headers, signal: limit });
     const told = await answer.json();
     if (answer.ok) {
       show(told);
       say("live", "on");
+    } else if (answer.status === 401) {
+      wait = RETRY_MS;
+      say("a key is needed: add #key=YOUR-KEY to the address", "off");
     } else {
       wait = RETRY_MS;
       say((told.error && told.error.message) || `the server says ${answer.status}`, "off");
@@ -308,4 +323,8 @@ at("pause").addEventListener("click", () => {
   follow();
 });
 document.addEventListener("visibilitychange", follow);
+window.addEventListener("hashchange", () => {
+  key = givenKey();
+  follow();
+});
 follow();
