@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
@@ -15,6 +15,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from chairlift.errors import ChairliftError
+from chairlift.server import pages
 from chairlift.server.body import ClientGoneError, parse_body, read_body
 from chairlift.server.chat import answer_chat
 from chairlift.server.completions import answer_completion
@@ -67,7 +68,7 @@ def create_app(engine: AsyncEngine | None, settings: ServerSettings) -> FastAPI:
     app.include_router(_text(service))
     app.include_router(_probes(service))
     app.include_router(_admin(service))
-    # Routers of other pages (/metrics, /, /live) go here.
+    app.include_router(_pages(service))
     return app
 
 
@@ -151,12 +152,26 @@ def _admin(service: Service) -> APIRouter:
     @router.get("/usage", summary="What each tenant has used")
     async def usage(request: Request) -> Response:
         service.admin(_headers(request))
-        groups = await service.open_engine().group_metrics()
+        groups = await service.open_engine().group_metrics(brief=True)
         return JSONResponse(
             {"since": service.started_at, "tenants": service.usage.report(groups["tenants"])}
         )
 
     return router
+
+
+def _pages(service: Service) -> APIRouter:
+    def check(request: Request) -> None:
+        """They name tenants: where there are keys, one with admin rights is needed."""
+        if service.has_keys:
+            service.admin(_headers(request))
+
+    return pages.router(
+        lambda: service.engine,
+        model_name=service.settings.served_model_names[0],
+        http=service.http,
+        dependencies=[Depends(check)],
+    )
 
 
 async def _answer(

@@ -71,6 +71,7 @@ class Exchange(Response, Generic[RequestT]):
         self._task: asyncio.Task[None] | None = None
         self._interruption: str | None = None
         self._is_started = False
+        self._is_stream = False
         self._is_complete = False
         self._blocked_since: float | None = None
 
@@ -106,6 +107,7 @@ class Exchange(Response, Generic[RequestT]):
             for timer in timers:
                 timer.cancel()
             self.service.leave(self)
+            self._count()
             self._log()
 
     @property
@@ -164,6 +166,8 @@ class Exchange(Response, Generic[RequestT]):
 
     async def begin_stream(self) -> None:
         """Send the status line of a stream."""
+        self._is_stream = True
+        self.service.http.open_streams += 1
         await self._start(200, _EVENTS)
 
     async def send_chunk(self, data: bytes) -> None:
@@ -280,6 +284,13 @@ class Exchange(Response, Generic[RequestT]):
 
     def _translate(self, error: Exception) -> HttpError:
         return as_http(error, prompt_field=self._kind.prompt_field, renames=self.renames)
+
+    def _count(self) -> None:
+        http, record = self.service.http, self.record
+        http.count(record.method, record.path, record.status)
+        http.open_streams -= self._is_stream
+        http.disconnects += record.outcome == DISCONNECTED
+        http.dropped_readers += record.outcome == SLOW_READER
 
     def _log(self) -> None:
         if self.service.settings.log_requests:

@@ -421,7 +421,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "http_requests",
         "counter",
-        "Answered HTTP requests.",
+        "Requests for chats and completions that were answered; status 0: the client had left.",
         ("method", "route", "status"),
         http_requests,
     ),

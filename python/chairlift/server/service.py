@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from chairlift.config import Config, PolicyConfig
 from chairlift.config_file import load_config, naming
 from chairlift.server.errors import HttpError, closed, invalid
+from chairlift.server.readings import HttpCounters
 from chairlift.server.settings import ServerSettings, effective_config
 from chairlift.server.tenants import Caller, KeyRing, with_header
 from chairlift.server.usage import UsageBook
@@ -39,6 +40,7 @@ class Service:
         self.settings = settings
         self.started_at = int(time.time())
         self.usage = UsageBook()
+        self.http = HttpCounters()
         self.is_draining = False
         self.live: set[Interruptible] = set()
         """Requests that came and have not been answered to the end."""
@@ -103,6 +105,11 @@ class Service:
         """
         caller = self._keys.caller(headers)
         return with_header(caller, self.settings.trust_tenant_header, headers)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether a key is needed to ask for anything."""
+        return len(self._keys) > 0
 
     def admin(self, headers: Mapping[bytes, bytes]) -> Caller:
         """Who asks, if they may administrate.

@@ -60,6 +60,10 @@ class KeyRing:
         ]
         self._callers += [(hash_key(key).encode(), Caller(is_admin=True)) for key in plain]
 
+    def __len__(self) -> int:
+        """Number of keys."""
+        return len(self._callers)
+
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
         """Find who sent the headers.
 
