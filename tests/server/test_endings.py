@@ -220,6 +220,17 @@ class TestFailures:
         server.join()
         assert server.exit_code == 1
 
+    def test_a_step_that_takes_too_long(self, start_server):
+        executor = ScriptedExecutor()
+        server = start_server(executor, settings={"stall_timeout": 0.2})
+        assert server.client.get("/health").status_code == 200
+        executor.hold()
+        with server.raw(long_request()):
+            _wait(lambda: server.client.get("/health").status_code == 503)
+            executor.release()
+            _wait(lambda: server.client.get("/health").status_code == 200)
+        server.check_alive()
+
     @pytest.mark.parametrize("stream", [False, True])
     def test_an_engine_that_somebody_shuts_down(self, start_server, stream):
         """What runs gets an error, what waits a status, whether or not it is to be a stream."""

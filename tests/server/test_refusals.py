@@ -357,6 +357,24 @@ def test_five_megabytes_of_text(start_server):
     server.check_alive()
 
 
+@pytest.mark.parametrize("part", ['"a"', "[]", "{}", "7", "1.5", "null"])
+def test_a_long_body_of_many_parts(server, part):
+    """Parsed on a thread, by one scanner or the other; what it says is the same."""
+    many = ",".join([part] * 100_000)
+    body = f'{{"prompt": "hi", "max_tokens": 2, "nobody_knows": [{many}]}}'.encode()
+    answer = server.post(TEXT, content=body)
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 2
+    for broken in (body[:-1], body + b"x", body[:-2] + b"NaN]}", b"\xef\xbb\xbf" + body):
+        assert refused(server, TEXT, broken)["code"] == "invalid_json"
+
+
+def test_a_long_answer_to_tokenize(server):
+    answer = server.post("/tokenize", {"prompt": "ab" * 150_000}).json()
+    assert answer["count"] == 300_000
+    assert answer["tokens"] == [97, 98] * 150_000
+
+
 def test_a_body_above_the_limit(start_server):
     server = start_server(settings={"max_request_bytes": 10_000})
     body = json.dumps({"prompt": "a" * 20_000}).encode()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -137,6 +138,20 @@ def test_an_engine_that_dies(isolation):
         code, errors = finished(process)
     assert code == 1
     assert "the engine has ended" in errors
+
+
+def test_an_engine_that_is_killed():
+    with serving() as (process, url):
+        sock = stream(url, 5_000)
+        children = []
+        for thread in Path(f"/proc/{process.pid}/task").iterdir():
+            children += (thread / "children").read_text().split()
+        (engine,) = children
+        os.kill(int(engine), signal.SIGKILL)
+        data = rest(sock)
+        assert b'"code": "engine_dead"' in data
+        assert b"[DONE]" not in data
+        assert finished(process)[0] == 1
 
 
 def test_while_the_model_is_loaded():

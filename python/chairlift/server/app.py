@@ -16,11 +16,11 @@ from starlette.exceptions import HTTPException
 
 from chairlift.errors import ChairliftError
 from chairlift.server import pages
-from chairlift.server.body import ClientGoneError, parse_body, read_body
+from chairlift.server.body import INLINE_BYTES, ClientGoneError, parse_body, read_body
 from chairlift.server.chat import answer_chat
 from chairlift.server.completions import answer_completion
 from chairlift.server.errors import HttpError, as_http
-from chairlift.server.exchange import Exchange
+from chairlift.server.exchange import Exchange, write_long
 from chairlift.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -189,7 +189,10 @@ async def _answer(
         parsed = await parse_body(body, lambda data: read_request(kind, data))
         service.check_model(parsed.model)
         content = await answer(service, parsed)
-        return JSONResponse(content)
+        if len(body) <= INLINE_BYTES:
+            return JSONResponse(content)
+        written = await asyncio.to_thread(write_long, content)
+        return Response(written, media_type="application/json")
     except ClientGoneError:
         return Response(status_code=499)
     except (ChairliftError, HttpError) as error:
