@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
+from bisect import bisect_left
 from collections import defaultdict
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from chairlift import (
     TryLaterError,
 )
 from chairlift.errors import InvalidRequestError
+from chairlift.server.loop_lag import LAG_BOUNDS, LoopLag
 from chairlift.server.metrics import METRICS, render
 from chairlift.server.readings import MOST_TENANTS, HttpCounters, ShownTenants, Snapshot
 from chairlift.testing import ScriptedExecutor
@@ -283,6 +286,22 @@ def test_without_an_engine_it_says_so_and_counts_on():
     assert scrape.sum("http_requests_total", route="/health", status="200") == 2
     assert scrape.sum("http_requests_total") == 3
     assert "chairlift:requests_live" not in scrape.samples
+
+
+def test_a_blocked_event_loop_shows():
+    async def main():
+        lag = LoopLag()
+        watching = asyncio.create_task(lag.watch())
+        await asyncio.sleep(0)
+        time.sleep(0.3)  # blocks the loop
+        await asyncio.sleep(0.05)
+        watching.cancel()
+        return lag
+
+    lag = asyncio.run(main())
+    late = sum(lag.counts[bisect_left(LAG_BOUNDS, 0.25) :])
+    assert late == 1
+    assert lag.total > 0.25
 
 
 # Names: those that are documented and drawn are those that there are.

@@ -102,6 +102,7 @@ class Lifecycle:
         """
         self._handle_signals()
         serving = asyncio.create_task(self._http.serve(sockets=[sock]))
+        watching = asyncio.create_task(self.service.http.loop_lag.watch())
         try:
             engine = await self._load()
             if engine is None:
@@ -115,6 +116,7 @@ class Lifecycle:
             finally:
                 await engine.shutdown()
         finally:
+            watching.cancel()
             await self._stop_http(serving)
 
     async def _serve(self, engine: AsyncEngine) -> int:

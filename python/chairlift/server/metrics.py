@@ -25,6 +25,7 @@ from chairlift.server.readings import (
     finish_reasons,
     http_requests,
     kv_usage,
+    loop_lag,
     of_classes,
     of_classes_by,
     of_engine,
@@ -445,6 +446,13 @@ METRICS: tuple[Metric, ...] = (
         "Streams ended because their client stopped reading.",
         (),
         of_http(lambda http: http.dropped_readers),
+    ),
+    Metric(
+        "event_loop_lag_seconds",
+        "histogram",
+        "How much later than asked the server's event loop comes back, in seconds.",
+        (),
+        of_http(loop_lag),
     ),
     Metric(
         "engine_up",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chairlift.outputs import TIME_BOUNDS
+from chairlift.server.loop_lag import LAG_BOUNDS, LoopLag
 
 MOST_TENANTS = 64
 """Tenants that have series of their own."""
@@ -35,6 +36,7 @@ class HttpCounters:
     """Clients that left before their answer was complete."""
     dropped_readers: int = 0
     """Streams that were ended because their client stopped reading."""
+    loop_lag: LoopLag = field(default_factory=LoopLag)
 
     def count(self, method: str, route: str, status: int) -> None:
         """Count an answer. ``route`` is a path of the application, never one that was asked for."""
@@ -272,8 +274,13 @@ def http_requests(snapshot: Snapshot) -> Samples:
             yield (method, route, str(status)), count
 
 
-def of_http(read: Callable[[HttpCounters], float]) -> Reader:
-    """One number of the server's own."""
+def loop_lag(http: HttpCounters) -> Buckets:
+    """How late the event loop was."""
+    return Buckets(LAG_BOUNDS, http.loop_lag.counts, http.loop_lag.total)
+
+
+def of_http(read: Callable[[HttpCounters], Value]) -> Reader:
+    """One value of the server's own."""
 
     def samples(snapshot: Snapshot) -> Samples:
         if snapshot.http is not None:
