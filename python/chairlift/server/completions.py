@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from chairlift.outputs import PositionLogprobs
-from chairlift.server.errors import HttpError, invalid
+from chairlift.server.errors import HttpError, invalid, too_long
 from chairlift.server.exchange import Exchange, new_id
 from chairlift.server.generation import Answer, Generation, check_size, collect, usage_of
 from chairlift.server.logprobs import CompletionLogprobs, Shower
@@ -340,13 +340,7 @@ def _check_prompt(prompt: TextOrIds, service: Service, engine: AsyncEngine) -> N
 
 def _check_length(num_tokens: int, max_model_len: int) -> None:
     if num_tokens >= max_model_len:
-        raise invalid(
-            "prompt",
-            f"the prompt has {num_tokens} tokens, but at most {max_model_len - 1} fit beside one "
-            f"output token in the context of {max_model_len}; shorten the prompt or raise "
-            "max_model_len",
-            "context_length_exceeded",
-        )
+        raise too_long("prompt", f"{num_tokens} tokens", max_model_len)
 
 
 def _engine_prompt(prompt: TextOrIds, request: CompletionRequest) -> Prompt:

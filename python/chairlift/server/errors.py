@@ -89,6 +89,17 @@ def invalid(param: str | None, message: str, code: str | None = "invalid_paramet
     return HttpError(400, message, code=code, param=param)
 
 
+def too_long(field: str, length: str, max_model_len: int) -> HttpError:
+    """A prompt that leaves no room for an answer, in the core's words."""
+    return invalid(
+        field,
+        f"the prompt is too long: it has {length}, but the model's maximum context length is "
+        f"{max_model_len} tokens, at least one of them for the output; shorten the prompt or raise "
+        "max_model_len",
+        "context_length_exceeded",
+    )
+
+
 def closed(why: str, *, code: str, retry_after: float = 5.0) -> HttpError:
     """The server takes no requests now."""
     return HttpError(503, why, code=code, retry_after=retry_after)

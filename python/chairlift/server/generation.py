@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from chairlift.outputs import Delta, PositionLogprobs
-from chairlift.server.errors import closed, invalid
+from chairlift.server.errors import closed, invalid, too_long
 
 if TYPE_CHECKING:
     from chairlift.delta_stream import DeltaStream
@@ -165,13 +165,8 @@ def check_size(
         ) from None
     if num_bytes > longest * max_model_len:
         num_tokens = -(-num_bytes // longest)
-        raise invalid(
-            field,
-            f"the prompt has {num_bytes} bytes or more, which are at least {num_tokens} tokens, "
-            f"but at most {max_model_len - 1} fit beside one output token in the context "
-            f"of {max_model_len}; shorten the prompt or raise max_model_len",
-            "context_length_exceeded",
-        )
+        length = f"{num_bytes} bytes or more, which are at least {num_tokens} tokens"
+        raise too_long(field, length, max_model_len)
 
 
 def _num_bytes(text: str, most: int) -> int:

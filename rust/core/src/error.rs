@@ -79,9 +79,9 @@ pub enum SubmitError {
     },
     /// Prompt and one output token do not fit in a sequence.
     #[error(
-        "the prompt has {prompt_tokens} tokens, but at most {} fit beside one output token in the \
-         context of {max_model_len}; shorten the prompt or raise max_model_len",
-        max_model_len - 1
+        "the prompt is too long: it has {prompt_tokens} tokens, but the model's maximum context \
+         length is {max_model_len} tokens, at least one of them for the output; shorten the prompt \
+         or raise max_model_len"
     )]
     PromptTooLong {
         /// Length of the prompt.
