@@ -36,9 +36,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="chairlift",
         description="Serve language models with continuous batching scheduled at every iteration.",
+        epilog="chairlift COMMAND --help tells a command's flags. To begin: chairlift serve",
     )
     parser.add_argument("--version", action="version", version=f"chairlift {version('chairlift')}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, title="commands", metavar="COMMAND")
     serve.add_command(commands)
     generate.add_command(commands)
     chat.add_command(commands)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import fields
 
-from chairlift.engine_args import DEFAULT_MODEL, EngineOptions
+from chairlift.engine_args import DEFAULT_MODEL, EngineArgs, EngineOptions
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -14,6 +15,11 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 def add_engine_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the flags, and return their group; :func:`engine_options` reads them back."""
     group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--model",
+        metavar="DIR_OR_NAME",
+        help=f"a Hugging Face directory, a hub id, or {DEFAULT_MODEL} (the default)",
+    )
     # Flags that are not given are left out, so that the defaults are written once.
     flag = _Adder(group)
     flag(
@@ -48,7 +54,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
     )
     flag("--max-queued-requests", type=int, metavar="N", help="most requests that wait")
     flag("--max-queued-tokens", type=int, metavar="N", help="most prompt tokens that wait")
-    flag("--max-in-flight-steps", type=int, metavar="N", help="steps at once; only 1 today")
+    flag("--max-in-flight-steps", type=int, metavar="N", help="steps at once; more than 1 is for later")
     flag(
         "--step-timeout",
         type=int,
@@ -59,11 +65,6 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
     flag("--num-threads", type=int, metavar="N", help="threads of the forward pass")
     flag("--max-logprobs", type=int, metavar="N", help="most log-probabilities per position")
     flag("--executor", metavar="MODULE:CLASS", help="an executor of your own")
-    group.add_argument(
-        "--model",
-        metavar="DIR_OR_NAME",
-        help=f"a Hugging Face directory, a hub id, or {DEFAULT_MODEL} (the default)",
-    )
     return group
 
 
@@ -86,10 +87,21 @@ def memory_size(text: str) -> int:
 
 
 class _Adder:
-    """Adds flags that leave no trace where they are not given."""
+    """Adds flags that leave no trace where they are not given; their help tells the default."""
 
     def __init__(self, group: argparse._ArgumentGroup) -> None:
         self._group = group
+        self._defaults = {item.name: item.default for item in fields(EngineArgs)}
 
-    def __call__(self, name: str, **options: object) -> None:
-        self._group.add_argument(name, default=argparse.SUPPRESS, **options)  # type: ignore[arg-type]
+    def __call__(self, name: str, *, help: str, **options: object) -> None:
+        default = self._defaults.get(name.removeprefix("--").replace("-", "_"))
+        if isinstance(default, bool):
+            help += " (yes)" if default else " (no)"
+        elif isinstance(default, int | str):
+            help += f" ({default})"
+        self._group.add_argument(
+            name,
+            default=argparse.SUPPRESS,
+            help=help,
+            **options,  # type: ignore[arg-type]
+        )

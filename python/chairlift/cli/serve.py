@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from chairlift.cli.engine_flags import add_engine_flags, engine_options, memory_size
 from chairlift.config import seconds
 from chairlift.config_file import engine_args, load_config
+from chairlift.engine_args import DEFAULT_MODEL
 from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
     from chairlift.server.settings import ServerSettings
 
 KEY_VARIABLE = "CHAIRLIFT_API_KEY"
+_EPILOG = """\
+TIME is seconds or text such as 250ms or 2m; SIZE is bytes or text such as 512M.
+SIGTERM drains, a second one exits at once; SIGHUP reads the configuration again.
+
+examples:
+  chairlift serve
+  chairlift serve ./my-model --port 9000 --api-key sk-mine
+  chairlift serve --config chairlift.toml     # tenants, classes and their keys
+
+docs/serving.md tells the endpoints, fields and errors."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -26,15 +37,27 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "serve",
         help="serve a model over HTTP, as OpenAI's clients expect it",
-        description="Serve a model over HTTP: /v1/chat/completions, /v1/completions and more (see "
-        "docs/serving.md). SIGTERM drains, SIGHUP reloads the configuration.",
+        description=f"Serve a model over HTTP as OpenAI's API: without MODEL, {DEFAULT_MODEL}.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="chairlift serve [MODEL] [--host HOST] [--port N] [--api-key KEY] [--config FILE] "
+        "[FLAG ...]",
     )
     parser.add_argument(
-        "model_name", nargs="?", metavar="MODEL", help="what to serve; the same as --model"
+        "model_name",
+        nargs="?",
+        metavar="MODEL",
+        help="a Hugging Face directory or a hub id; the same as --model",
     )
     group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="address (127.0.0.1: this machine only)")
-    group.add_argument("--port", type=int, default=8000, metavar="N", help="0 picks a free one")
+    group.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at (127.0.0.1: this machine only; 0.0.0.0: everybody)",
+    )
+    group.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="port (8000); 0 picks a free one"
+    )
     group.add_argument(
         "--served-model-name",
         nargs="+",
@@ -53,16 +76,28 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="NAME",
         help="a header that names the tenant: only behind a gateway that sets it",
     )
-    group.add_argument("--root-path", default="", metavar="PATH", help="prefix of a proxy")
-    group.add_argument("--disable-fastapi-docs", action="store_true", help="no /docs")
+    group.add_argument(
+        "--root-path", default="", metavar="PATH", help="prefix that a proxy in front cuts off"
+    )
+    group.add_argument(
+        "--disable-fastapi-docs", action="store_true", help="no /docs, no /openapi.json"
+    )
     _add_limits(parser.add_argument_group("limits of the server"))
     logs = parser.add_argument_group("logs")
-    logs.add_argument("--log-requests", action=argparse.BooleanOptionalAction, default=True)
-    logs.add_argument("--log-prompts", action="store_true", help="with the prompts (private!)")
+    logs.add_argument(
+        "--log-requests",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a line of JSON for each request, to stderr (yes)",
+    )
+    logs.add_argument(
+        "--log-prompts", action="store_true", help="with the prompts, which may be private (no)"
+    )
     logs.add_argument(
         "--uvicorn-log-level",
         default="warning",
         choices=["critical", "error", "warning", "info", "debug"],
+        help="log level of the HTTP server (warning)",
     )
     engine = add_engine_flags(parser)
     engine.add_argument(
@@ -76,7 +111,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--isolation",
         choices=["process", "thread"],
         default="process",
-        help="where the engine runs: in a process of its own, or in threads of the server's",
+        help="where the engine runs: in a process of its own, or in threads of the server's "
+        "(process)",
     )
     parser.set_defaults(run=run)
 
