@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 
 import httpx
@@ -85,3 +86,21 @@ def start_server():
 def server(start_server):
     """One that most tests share."""
     return start_server()
+
+
+@pytest.fixture(scope="module")
+def only_this_machine():
+    """A client that asks for the address of another machine fails the module's last test."""
+    asked = []
+    resolve = socket.getaddrinfo
+
+    def getaddrinfo(host, *args, **options):
+        if host not in ("127.0.0.1", "localhost"):
+            asked.append(host)
+            raise socket.gaierror(f"a test asks for {host}")
+        return resolve(host, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", getaddrinfo)
+        yield
+    assert asked == []

@@ -12,7 +12,7 @@ from chairlift.testing import ScriptedExecutor
 
 
 @pytest.fixture(scope="module")
-def langchain():
+def langchain(only_this_machine):
     """Imported only here: it takes seconds."""
     import langchain_openai  # noqa: PLC0415
 

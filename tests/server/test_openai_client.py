@@ -28,7 +28,7 @@ def client_of(server, *, asynchronous=False, **options):
 
 
 @pytest.fixture(scope="module")
-def client(server):
+def client(server, only_this_machine):
     with client_of(server) as client:
         yield client
 
@@ -155,9 +155,7 @@ class TestAnswers:
                     for _ in range(2)
                 }
                 assert len(texts) == 1
-                answer = client.completions.create(
-                    model=MODEL, prompt="x", seed=seed, max_tokens=3
-                )
+                answer = client.completions.create(model=MODEL, prompt="x", seed=seed, max_tokens=3)
                 assert answer.system_fingerprint.startswith("fp_")
                 assert answer.choices[0].text == texts.pop()
 
@@ -342,7 +340,9 @@ class TestErrors:
         seen = []
 
         def see(response):
-            seen.append((response.status_code, response.headers.get("retry-after"), time.monotonic()))
+            seen.append(
+                (response.status_code, response.headers.get("retry-after"), time.monotonic())
+            )
             server.executor.release()
 
         client._client.event_hooks = {"response": [see]}

@@ -54,7 +54,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
     )
     flag("--max-queued-requests", type=int, metavar="N", help="most requests that wait")
     flag("--max-queued-tokens", type=int, metavar="N", help="most prompt tokens that wait")
-    flag("--max-in-flight-steps", type=int, metavar="N", help="steps at once; more than 1 is for later")
+    flag(
+        "--max-in-flight-steps",
+        type=int,
+        metavar="N",
+        help="most steps at once; 1 is all today",
+    )
     flag(
         "--step-timeout",
         type=int,
