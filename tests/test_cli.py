@@ -48,7 +48,7 @@ def test_a_refused_prompt_is_told_beside_the_others(capsys):
     flags = ["--max-model-len", "64", "--max-tokens", "2", "--raw", *SCRIPTED]
     assert main(["generate", "short", long, *flags]) == 1
     out = capsys.readouterr().out
-    assert "error: the prompt has 100 tokens, but at most 63 fit" in out
+    assert "error: the prompt is too long: it has 100 tokens" in out
     assert "requests" in out
 
 

@@ -120,7 +120,7 @@ def test_a_context_that_is_full_says_how_to_go_on(monkeypatch, capsys):
     flags = ["--max-model-len", "48", "--max-tokens", "8", *SCRIPTED]
     status, said = say(monkeypatch, capsys, f"hi\n{'x' * 20}\n/reset\nhi\n", *flags)
     assert status == 1
-    assert "at most 47 fit" in said.err
+    assert "context length is 48 tokens" in said.err
     assert "/reset begins a new one" in said.err
     answers = said.out.splitlines()
     assert len(answers) == 2

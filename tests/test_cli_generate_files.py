@@ -115,7 +115,7 @@ def test_raw_uses_no_template(files):
         ('{"prompt": "x", "temperature": "hot"}', "temperature is 'hot'"),
         ('{"prompt": "x", "temperature": -1}', "temperature is -1"),
         ('{"prompt": "x", "max_tokens": 0}', "max_tokens is 0"),
-        (json.dumps({"prompt": "x" * 100}), "at most 63 fit"),
+        (json.dumps({"prompt": "x" * 100}), "context length is 64 tokens"),
     ],
 )
 def test_a_bad_line_gets_an_error_and_the_others_go_on(files, line, message, capsys):

@@ -389,7 +389,7 @@ def test_flags_win_over_the_file(write, capsys):
     )
     flags = ["generate", "--raw", "x" * 60, "--max-tokens", "2", "--config", str(path)]
     assert main(flags) == 1
-    assert "at most 39 fit" in capsys.readouterr().out
+    assert "context length is 40 tokens" in capsys.readouterr().out
     assert main([*flags, "--max-model-len", "64"]) == 0
 
 

@@ -335,7 +335,7 @@ CHATS = [[{"role": "user", "content": content}] for content in "ab"]
 @pytest.mark.parametrize(
     ("prompt", "params", "error", "message"),
     [
-        ("x" * 64, None, ContextLengthError, "prompt 1: the prompt has 64 tokens, but at most 63"),
+        ("x" * 64, None, ContextLengthError, "prompt 1: the prompt is too long: it has 64 tokens"),
         ([], None, InvalidRequestError, "prompt 1: the prompt is empty"),
         (
             [1, 258],

@@ -340,7 +340,8 @@ def test_a_prompt_that_does_not_fit(server, length, max_tokens):
         assert error["code"] == "context_length_exceeded"
         assert error["param"] == "prompt"
         assert str(length) in error["message"]
-        assert "256" in error["message"]
+        assert "prompt is too long" in error["message"]  # what clients look for
+        assert "maximum context length is 256 tokens" in error["message"]
     body = {"messages": [{"role": "user", "content": "a" * length}]}
     error = refused(server, CHAT, body)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
@@ -352,8 +353,10 @@ def test_five_megabytes_of_text(start_server):
     server = start_server()
     error = refused(server, TEXT, {"prompt": "a" * 5_000_000})
     assert error["code"] == "context_length_exceeded"
+    assert "maximum context length is 256 tokens" in error["message"]
     error = refused(server, CHAT, {"messages": [{"role": "user", "content": "é" * 2_500_000}]})
     assert error["code"] == "context_length_exceeded"
+    assert "prompt is too long" in error["message"]
     server.check_alive()
 
 
