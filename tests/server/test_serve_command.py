@@ -193,7 +193,7 @@ def test_an_engine_that_cannot_start():
     command = [sys.executable, "-m", "chairlift", "serve", "/no/such/model", "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith("chairlift: ")
+    assert done.stderr.splitlines()[-1].startswith("chairlift: ")
     assert "/no/such/model" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -156,13 +156,14 @@ def run(args: argparse.Namespace) -> int:
         return AsyncEngine(args.model, isolation=args.isolation, **options)
 
     sock = bind(args.host, args.port)
-    port = sock.getsockname()[1]
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    url = f"http://{host}:{sock.getsockname()[1]}"
+    print(f"loading {settings.model}; {url}/ready tells when it is done", file=sys.stderr)
 
     def say_ready(engine: AsyncEngine) -> None:
         limits = engine.limits
-        host = f"[{args.host}]" if ":" in args.host else args.host
         print(
-            f"serving {settings.served_model_names[0]} at http://{host}:{port} "
+            f"serving {settings.served_model_names[0]} at {url} "
             f"({limits['max_num_seqs']} sequences of up to {limits['max_model_len']} tokens"
             f"{'' if _has_keys(settings) else ', open to everybody who can reach it'})",
             flush=True,
