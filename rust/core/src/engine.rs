@@ -57,8 +57,7 @@ impl Engine {
     /// Whether a place for `n` answers is free at everybody's door. For a caller that feeds its own
     /// requests as there is room: what it does not try is not counted as rejected.
     pub fn has_room(&self, n: u32) -> bool {
-        let queued = self.ledger.door.queued();
-        queued.saturating_add(n) <= self.limits.max_queued_requests()
+        self.ledger.has_room(&self.lane, &self.limits, n)
     }
 
     fn count_rejection(&mut self, result: &Result<(), SubmitError>) {

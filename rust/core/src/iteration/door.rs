@@ -1,7 +1,9 @@
 //! The door: places, and who has to make room for whom.
 //!
 //! A place is reserved before the prompt is tokenised, atomically at the doors of engine, class and tenant;
-//! what comes after is [`crate::iteration::submission`]. Only requests that were never scheduled are
+//! what comes after is [`crate::iteration::submission`]. The bounds are of those that have to wait: a slot
+//! that is free is room for one more, so that a burst gets as many places whether or not the first of it
+//! have been scheduled meanwhile. Only requests that were never scheduled are
 //! displaced or shed, the lowest level first and the newest of it first: their clients have been told
 //! nothing yet. Who displaces takes a place beyond the bound and displaces when it is let in, so that a
 //! request that is rejected after all has displaced nobody.
@@ -15,6 +17,7 @@ use crate::iteration::lane::Lane;
 use crate::iteration::ledger::{Ledger, Reserved};
 use crate::iteration::sequence::RequestKey;
 use crate::request::{Finish, RequestId, Ticket, Time};
+use crate::waiting::forecast::Blocked;
 use crate::waiting::gate::{Bounds, Doors, Full, Place};
 use crate::waiting::tenants::TenantKey;
 
@@ -44,7 +47,7 @@ impl Ledger {
                 retry_after_us: self.overload_us(lane, limits),
             })
         } else {
-            self.take_place(limits, class, tenant, ticket.n)
+            self.take_place(lane, limits, class, tenant, ticket.n)
         };
         match placed {
             Ok(place) => {
@@ -109,16 +112,48 @@ impl Ledger {
         }
     }
 
-    pub(crate) fn bounds(&self, limits: &Limits, class: ClassId, tenant: TenantKey) -> Bounds {
+    /// The most answers that may be at the doors now: those that may wait, and one for each slot that is
+    /// free for them.
+    pub(crate) fn bounds(
+        &self,
+        lane: &Lane,
+        limits: &Limits,
+        class: ClassId,
+        tenant: TenantKey,
+    ) -> Bounds {
+        let free = self.free_slots(lane);
+        let owner = self.tenants.get(tenant);
+        let of_class = self.rules.class(class).max_queued_requests;
+        let of_tenant = owner.rules.settings.max_queued;
         Bounds {
-            engine: Some(limits.max_queued_requests()),
-            class: self.rules.class(class).max_queued_requests,
-            tenant: self.tenants.get(tenant).rules.settings.max_queued,
+            engine: Some(self.most_at_the_door(lane, limits)),
+            class: of_class.map(|most| most.saturating_add(free)),
+            tenant: of_tenant.map(|most| most.saturating_add(owner.free_slots(free))),
         }
+    }
+
+    /// Slots that newcomers will get: none while somebody waits for a slot or for memory.
+    fn free_slots(&self, lane: &Lane) -> u32 {
+        match self.clocks.blocked() {
+            Some(Blocked::Slots | Blocked::Memory) => 0,
+            Some(Blocked::Budget | Blocked::Window) | None => lane.rows.num_free(),
+        }
+    }
+
+    /// The most answers that may be at the engine's door now.
+    fn most_at_the_door(&self, lane: &Lane, limits: &Limits) -> u32 {
+        let waiting = limits.max_queued_requests();
+        waiting.saturating_add(self.free_slots(lane))
+    }
+
+    /// Whether `n` answers more may be at the engine's door.
+    pub(crate) fn has_room(&self, lane: &Lane, limits: &Limits, n: u32) -> bool {
+        self.door.queued().saturating_add(n) <= self.most_at_the_door(lane, limits)
     }
 
     fn take_place(
         &mut self,
+        lane: &Lane,
         limits: &Limits,
         class: ClassId,
         tenant: TenantKey,
@@ -130,29 +165,29 @@ impl Ledger {
             class: self.classes[class.0 as usize].door.clone(),
             tenant: self.tenants.get(tenant).door.clone(),
         };
-        let bounds = self.bounds(limits, class, tenant);
+        let bounds = self.bounds(lane, limits, class, tenant);
         let mut taken = doors.take(n, bounds);
-        if matches!(taken, Err(Full::Engine)) && self.can_displace(limits, class, n) {
+        if matches!(taken, Err(Full::Engine)) && self.can_displace(lane, limits, class, n) {
             // Who has the place now keeps it until this request is let in.
             let engine = None;
             taken = doors.take(n, Bounds { engine, ..bounds });
         }
-        taken.map_err(|full| self.full(full, limits, class, tenant))
+        taken.map_err(|full| self.full(full, bounds, class, tenant))
     }
 
-    /// More answers than may ever wait, or than the tenant may run at once, would never run.
+    /// More answers than rows there are, or than the tenant may run at once, would never run.
     pub(crate) fn check_answers(
         &self,
         limits: &Limits,
         tenant: TenantKey,
         n: u32,
     ) -> Result<(), SubmitError> {
-        let most = limits.max_queued_requests();
+        let most = limits.max_num_seqs();
         if !(1..=most).contains(&n) {
             return Err(SubmitError::InvalidParameter {
                 field: "n",
                 value: n.to_string(),
-                allowed: format!("from 1 to max_queued_requests ({most})"),
+                allowed: format!("from 1 to max_num_seqs ({most})"),
             });
         }
         let owner = self.tenants.get(tenant);
@@ -169,7 +204,7 @@ impl Ledger {
     pub(crate) fn full(
         &self,
         full: Full,
-        limits: &Limits,
+        bounds: Bounds,
         class: ClassId,
         tenant: TenantKey,
     ) -> SubmitError {
@@ -178,33 +213,33 @@ impl Ledger {
         match full {
             Full::Engine => SubmitError::QueueFull {
                 queued: self.door.queued(),
-                max_queued_requests: limits.max_queued_requests(),
+                max_queued_requests: bounds.engine.unwrap_or(u32::MAX),
             },
             Full::Class => SubmitError::ClassFull {
                 class: settings.name.clone(),
                 queued: self.classes[class.0 as usize].door.queued(),
-                max_queued_requests: settings.max_queued_requests.unwrap_or(u32::MAX),
+                max_queued_requests: bounds.class.unwrap_or(u32::MAX),
             },
             Full::Tenant => SubmitError::TenantFull {
                 tenant: owner.name.to_string(),
                 queued: owner.door.queued(),
-                max_queued: owner.rules.settings.max_queued.unwrap_or(u32::MAX),
+                max_queued: bounds.tenant.unwrap_or(u32::MAX),
             },
         }
     }
 
     /// Whether room at the engine's door for `n` answers more can be made by displacing what is less
     /// important than a class.
-    fn can_displace(&self, limits: &Limits, class: ClassId, n: u32) -> bool {
+    fn can_displace(&self, lane: &Lane, limits: &Limits, class: ClassId, n: u32) -> bool {
         let level = self.queue.level_index(self.rules.class(class).level);
-        let lacking = self.beyond(limits) + u64::from(n);
+        let lacking = self.beyond(lane, limits) + u64::from(n);
         self.victims(level, lacking).is_some()
     }
 
     /// Answers at the engine's door beyond its bound: of places that will displace others.
-    fn beyond(&self, limits: &Limits) -> u64 {
-        let queued = u64::from(self.door.queued());
-        queued.saturating_sub(limits.max_queued_requests().into())
+    fn beyond(&self, lane: &Lane, limits: &Limits) -> u64 {
+        let most = self.most_at_the_door(lane, limits);
+        self.door.queued().saturating_sub(most).into()
     }
 
     /// Displaces what is less important than a request of `n` answers that was let in, if its place was
@@ -217,7 +252,7 @@ impl Ledger {
         n: u32,
         now: Time,
     ) {
-        let lacking = self.beyond(limits).min(n.into());
+        let lacking = self.beyond(lane, limits).min(n.into());
         for victim in self.victims(level, lacking).unwrap_or_default() {
             self.end_request(lane, victim, Finish::Displaced, now);
         }

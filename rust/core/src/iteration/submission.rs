@@ -68,9 +68,9 @@ impl Ledger {
     ) -> Result<(Admitted, Work), SubmitError> {
         let Reserved { class, tenant, .. } = reserved;
         self.check_answers(limits, tenant, request.sampling.n)?;
-        let bounds = self.bounds(limits, class, tenant);
+        let bounds = self.bounds(lane, limits, class, tenant);
         let resized = reserved.place.resize(request.sampling.n, bounds);
-        resized.map_err(|full| self.full(full, limits, class, tenant))?;
+        resized.map_err(|full| self.full(full, bounds, class, tenant))?;
         self.check_tokens(limits, class, request.num_prompt_tokens.into())?;
         let expected = self
             .expected_length(class, tenant)

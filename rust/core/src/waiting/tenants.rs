@@ -114,6 +114,15 @@ impl Tenant {
         self.num_running > 0 && bound.is_some_and(|bound| self.num_running + n > bound)
     }
 
+    /// How many of `free` slots its requests would get now.
+    pub fn free_slots(&self, free: u32) -> u32 {
+        if self.held_since.is_some() {
+            return 0;
+        }
+        let bound = self.rules.settings.max_running.unwrap_or(u32::MAX);
+        free.min(bound.saturating_sub(self.num_running))
+    }
+
     /// The first request that may be called back to where it waits; none while it is held.
     pub fn first_aside(&self, standing: Standing) -> Option<RequestId> {
         let mut those = self.aside.range((standing, 0)..=(standing, u64::MAX));

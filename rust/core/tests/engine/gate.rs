@@ -17,6 +17,7 @@ pub const SECOND: u64 = 1_000_000;
 /// One row, ten tokens an iteration.
 pub fn engine(policy: Policy, max_queued_requests: u32) -> Harness {
     engine_of(Settings {
+        max_num_seqs: 1,
         max_queued_requests,
         policy,
         ..settings()
@@ -25,11 +26,26 @@ pub fn engine(policy: Policy, max_queued_requests: u32) -> Harness {
 
 fn engine_of(settings: Settings) -> Harness {
     Harness::new(Settings {
-        max_num_seqs: 1,
         max_num_batched_tokens: 10,
         enable_prefix_caching: false,
         ..settings
     })
+}
+
+/// So many rows, all of which a request has.
+fn taken(policy: Policy, max_queued_requests: u32, max_num_seqs: u32) -> Harness {
+    let mut harness = engine_of(Settings {
+        max_num_seqs,
+        max_queued_requests,
+        policy,
+        ..settings()
+    });
+    let mut all = exact(0, 4, 20, 1_000);
+    all.sampling.n = max_num_seqs;
+    harness.submit_for("di", "low", all);
+    harness.step();
+    assert_eq!(harness.client(0).scheduled, 1);
+    harness
 }
 
 /// Takes places for requests of `n` answers, as many as there are; says why there are no more.
@@ -61,14 +77,14 @@ fn a_burst_gets_exactly_the_places_of_each_door_and_answers_count_each() {
     policy.classes[0].max_queued_requests = Some(6);
     policy.default_tenant.max_queued = Some(4);
     for (n, of_tenant, of_class, of_engine) in [(1, 4, 2, 3), (2, 2, 1, 1), (3, 1, 1, 1)] {
-        let mut harness = engine(policy.clone(), 9);
+        let mut harness = taken(policy.clone(), 9, 3);
         for (tenant, class, expected, code) in [
             ("ann", "low", of_tenant, "tenant_full"),
             ("bob", "low", of_class, "class_full"),
             ("cy", "high", of_engine, "queue_full"),
         ] {
             let (places, full) = burst(&mut harness, tenant, class, n);
-            assert_eq!(places.len(), expected, "{tenant}, {n} answers each");
+            assert_eq!(places.len(), expected, "{tenant}, {n} answers each: {full}");
             if n == 1 {
                 assert_eq!(full.code(), code);
             }
@@ -77,6 +93,72 @@ fn a_burst_gets_exactly_the_places_of_each_door_and_answers_count_each() {
         let taken = (of_tenant + of_class + of_engine) as u64 * u64::from(n);
         assert_eq!(harness.engine.metrics().queued, taken);
     }
+}
+
+#[test]
+fn a_free_slot_is_room_for_one_more_whenever_the_engine_takes_who_is_there() {
+    let mut policy = two_levels();
+    policy.classes[0].max_queued_requests = Some(3);
+    policy.classes[1].level = 0; // nobody has to make room
+    policy.default_tenant.max_queued = Some(2);
+    for (max_num_seqs, max_running, expected) in [
+        (1, None, [3, 4, 5]),
+        (4, None, [6, 7, 8]),
+        (4, Some(1), [3, 6, 8]),
+    ] {
+        policy.default_tenant.max_running = max_running;
+        for steps_before in 0..=9 {
+            let mut harness = Harness::new(Settings {
+                max_num_seqs,
+                max_queued_requests: 4,
+                policy: policy.clone(),
+                ..settings()
+            });
+            let mut accepted = 0;
+            let mut found = [0; 3];
+            for (index, (tenant, class)) in [("ann", "low"), ("bob", "low"), ("cy", "high")]
+                .into_iter()
+                .enumerate()
+            {
+                for _ in 0..20 {
+                    let new = exact(1 + harness.engine.metrics().submitted, 1, 30, 10);
+                    if harness
+                        .try_submit(ticket_for(tenant, class, &new), new)
+                        .is_err()
+                    {
+                        continue;
+                    }
+                    accepted += 1;
+                    if accepted == steps_before {
+                        harness.step();
+                    }
+                }
+                found[index] = accepted;
+            }
+            let case = format!("{max_num_seqs} slots, scheduled after {steps_before}");
+            assert_eq!(found, expected, "{case}, at most {max_running:?} running");
+            harness.engine.audit().expect("sound");
+        }
+    }
+}
+
+#[test]
+fn a_slot_that_memory_keeps_empty_is_no_room() {
+    let mut harness = Harness::new(Settings {
+        num_kv_blocks: 16,
+        max_queued_requests: 2,
+        ..settings()
+    });
+    harness.submit(exact(1, 40, 20, 1_000));
+    harness.submit(exact(2, 40, 20, 1_000));
+    harness.step();
+    let reason = harness.engine.wait(harness.now, RequestId(2));
+    assert_eq!(reason.expect("it waits").0, WaitReason::Memory);
+    assert!(harness.engine.has_room(1) && !harness.engine.has_room(2));
+    harness.submit(exact(3, 4, 20, 1_000));
+    let new = exact(4, 4, 20, 1_000);
+    let full = harness.engine.reserve(harness.now, Ticket::new(new.id));
+    assert_eq!(full.unwrap_err().code(), "queue_full");
 }
 
 /// A way in which a request that has a place, and waits if it says so, leaves the door.
@@ -150,7 +232,9 @@ fn a_place_is_given_back_on_every_way_out() {
         exit(&mut harness);
         harness.engine.audit().expect(name);
         assert_eq!(harness.engine.metrics().queued, 0, "{name}");
-        assert_eq!(burst(&mut harness, "ann", "low", 1).0.len(), 3, "{name}");
+        let free = usize::from(name != "scheduled");
+        let places = burst(&mut harness, "ann", "low", 1).0.len();
+        assert_eq!(places, 3 + free, "{name}");
         assert_eq!(burst(&mut harness, "ann", "high", 1).0.len(), 1, "{name}");
     }
 }
@@ -160,6 +244,7 @@ fn waiting_tokens_are_bounded_for_the_engine_and_for_a_class() {
     let mut policy = two_levels();
     policy.classes[0].max_queued_tokens = Some(20);
     let mut harness = engine_of(Settings {
+        max_num_seqs: 1,
         max_queued_tokens: Some(60),
         policy,
         ..settings()
@@ -184,9 +269,7 @@ fn waiting_tokens_are_bounded_for_the_engine_and_for_a_class() {
 
 #[test]
 fn the_newest_of_the_lowest_level_makes_room_for_a_higher_one() {
-    let mut harness = engine(two_levels(), 4);
-    harness.submit_for("ann", "low", exact(0, 4, 20, 1_000));
-    harness.step();
+    let mut harness = taken(two_levels(), 4, 3);
     for id in 1..=4 {
         harness.submit_for("ann", "low", exact(id, 4, 2, 1_000));
     }
