@@ -490,6 +490,41 @@ def test_shutdown_with_live_requests(run):
     run(main)
 
 
+class _EndsInBetween:
+    """A client whose engine ends just after what was published had been taken."""
+
+    def __init__(self, client):
+        self._client = client
+        self.has_ended = False
+
+    def __getattr__(self, name):
+        return getattr(self._client, name)
+
+    def drain(self):
+        batch = self._client.drain()
+        if batch is not None and not self.has_ended and batch.deltas():
+            self.has_ended = True
+            self._client.shutdown()
+            while not self._client.is_closed:
+                time.sleep(0.001)
+        return batch
+
+
+def test_an_end_that_comes_between_two_looks_is_told_in_order(run):
+    """The last words of an engine are not lost because its end is known already."""
+
+    async def main():
+        executor = ScriptedExecutor(step_time=0.005)
+        engine = make(executor)
+        engine._client = client = _EndsInBetween(engine._client)
+        deltas = await collect(engine.generate("x", tokens(400)))
+        assert client.has_ended
+        assert deltas[-1].finish_reason == "abort"
+        await engine.shutdown()
+
+    run(main)
+
+
 def test_shutdown_while_a_step_hangs(run, caplog, monkeypatch):
     monkeypatch.setattr("chairlift.engine._JOIN_TIMEOUT_S", 0.2)
 

@@ -316,30 +316,42 @@ class AsyncEngine:
             pass
 
     def _hand_out(self) -> Iterator[None]:
-        """Move everything that was published to where it is waited for, a delta at a time."""
-        batch = self._client.drain()
-        if batch is not None:
-            for call, answer in batch.answers():
-                self._settle(call, answer)
-            self._tell_starts(batch)
-            inboxes = self._inboxes
-            for delta in batch.deltas():
-                request_id = delta.request_id
-                inbox = inboxes.get(request_id)
-                if inbox is not None:
-                    try:
-                        inbox.put(delta, self._engine)
-                        inbox.wake()
-                    except Exception as error:
-                        self._untold(request_id, inbox, error)
-                    yield
-            for ended in batch.ended():
-                inbox = inboxes.pop(ended.request_id, None)
-                if inbox is not None:
-                    inbox.stats = RequestStats.from_core(ended, inbox.num_answers)
-                    inbox.end()
-        if self._client.end_reason is not None:
-            self._tell_the_end()
+        """Move everything that was published to where it is waited for, a delta at a time.
+
+        What was said before the end is told before the end: an end that comes while this is under
+        way is looked at only after another look at what was published.
+        """
+        client = self._client
+        while True:
+            is_closed, has_ended = client.is_closed, client.end_reason is not None
+            batch = client.drain()
+            if batch is not None:
+                yield from self._hand_out_batch(batch)
+            if has_ended:
+                self._tell_the_end(is_closed=is_closed)
+            if (client.is_closed, client.end_reason is not None) == (is_closed, has_ended):
+                return
+
+    def _hand_out_batch(self, batch: _core.OutputBatch) -> Iterator[None]:
+        for call, answer in batch.answers():
+            self._settle(call, answer)
+        self._tell_starts(batch)
+        inboxes = self._inboxes
+        for delta in batch.deltas():
+            request_id = delta.request_id
+            inbox = inboxes.get(request_id)
+            if inbox is not None:
+                try:
+                    inbox.put(delta, self._engine)
+                    inbox.wake()
+                except Exception as error:
+                    self._untold(request_id, inbox, error)
+                yield
+        for ended in batch.ended():
+            inbox = inboxes.pop(ended.request_id, None)
+            if inbox is not None:
+                inbox.stats = RequestStats.from_core(ended, inbox.num_answers)
+                inbox.end()
 
     def _tell_starts(self, batch: _core.OutputBatch) -> None:
         """Hand out what comes before the first delta of a request."""
@@ -355,13 +367,13 @@ class AsyncEngine:
                 except Exception as error:
                     self._untold(request_id, inbox, error)
 
-    def _tell_the_end(self) -> None:
+    def _tell_the_end(self, *, is_closed: bool) -> None:
         """The engine has ended: what has no end yet gets none but this."""
         dead = EngineDeadError(self.end_reason or "the engine has ended")
         left, self._inboxes = self._inboxes, {}
         for inbox in left.values():
             inbox.end(dead)
-        if self._client.is_closed:
+        if is_closed:
             for call in list(self._calls):
                 self._settle(call, dead)
 

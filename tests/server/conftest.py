@@ -53,8 +53,7 @@ def start_server():
                     lambda: AsyncEngine(
                         executor=executor,
                         config=config,
-                        isolation="thread",
-                        **{"max_model_len": 256, **options},
+                        **{"isolation": "thread", "max_model_len": 256, **options},
                     ),
                     on_ready=on_ready,
                 )
@@ -75,7 +74,8 @@ def start_server():
 
     yield start
     for server in running:
-        server.executor.release()
+        if isinstance(server.executor, ScriptedExecutor):
+            server.executor.release()
         server.client.close()
         if server._thread.is_alive():
             server.drain()

@@ -15,12 +15,43 @@ class Slow(ScriptedExecutor):
         return cls(step_time=0.01, num_kv_blocks=1_024)
 
 
+class Quick(ScriptedExecutor):
+    """As fast as it goes."""
+
+    @classmethod
+    def from_engine_args(cls, args):
+        return cls(num_kv_blocks=args.num_kv_blocks, block_size=args.block_size)
+
+
 class Dying(ScriptedExecutor):
     """Ends the engine in its thirtieth step."""
 
     @classmethod
     def from_engine_args(cls, args):
         return cls(step_time=0.01, raise_at_steps=[30], error=SystemExit("an inner secret"))
+
+
+class Failing(ScriptedExecutor):
+    """Raises in its thirtieth step, and fails at the sixth token of what begins with ``bad``."""
+
+    @classmethod
+    def from_engine_args(cls, args):
+        return cls(
+            step_time=0.01,
+            num_kv_blocks=1_024,
+            raise_at_steps=[30],
+            fail_rows={"bad": 5},
+            error=RuntimeError("an inner secret"),
+        )
+
+
+class Hanging(Slow):
+    """Does not come back from the first step that has four decodes."""
+
+    def execute(self, plan):
+        if plan.num_decodes == 4:
+            time.sleep(3_600)
+        return super().execute(plan)
 
 
 class Endless(ScriptedExecutor):

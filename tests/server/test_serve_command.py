@@ -6,73 +6,18 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
-from running_server import LONG, http_post
+from running_server import LONG
+from served import finished, python_path, rest, serving, stream
 
 from chairlift.cli import main
 from chairlift.server.lifecycle import bind
 from chairlift.server.tenants import hash_key
-
-
-@contextmanager
-def serving(*flags, executor="Slow", env=None):
-    """A server on a free port; yields the process and its address."""
-    command = [sys.executable, "-m", "chairlift", "serve", "--port", "0"]
-    command += ["--executor", f"serve_executors:{executor}", *flags]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": _python_path()} | (env or {}),
-    )
-    try:
-        line = process.stdout.readline()
-        match = re.fullmatch(r"serving (\S+) at (http://127\.0\.0\.1:\d+) \((.*)\)\n", line)
-        assert match, line + process.stderr.read()
-        yield process, httpx.URL(match[2])
-    finally:
-        process.kill()
-        process.communicate(timeout=LONG)
-
-
-def _python_path():
-    here = os.path.dirname(__file__)
-    return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def stream(url, max_tokens):
-    """Begin a stream; returns its socket when the first event is there."""
-    sock = socket.create_connection((url.host, url.port), timeout=LONG)
-    body = {"prompt": "x", "max_tokens": max_tokens, "stream": True}
-    sock.sendall(http_post("/v1/completions", body))
-    while b"data: " not in sock.recv(4_096):
-        pass
-    return sock
-
-
-def rest(sock):
-    data = b""
-    with sock:
-        while part := sock.recv(65_536):
-            data += part
-            if data.endswith(b"0\r\n\r\n"):
-                break
-    return data
-
-
-def finished(process):
-    """Exit code and what was logged."""
-    _, errors = process.communicate(timeout=LONG)
-    return process.returncode, errors
 
 
 @pytest.mark.parametrize("isolation", ["process", "thread"])
@@ -140,20 +85,6 @@ def test_an_engine_that_dies(isolation):
     assert "the engine has ended" in errors
 
 
-def test_an_engine_that_is_killed():
-    with serving() as (process, url):
-        sock = stream(url, 5_000)
-        children = []
-        for thread in Path(f"/proc/{process.pid}/task").iterdir():
-            children += (thread / "children").read_text().split()
-        (engine,) = children
-        os.kill(int(engine), signal.SIGKILL)
-        data = rest(sock)
-        assert b'"code": "engine_dead"' in data
-        assert b"[DONE]" not in data
-        assert finished(process)[0] == 1
-
-
 def test_while_the_model_is_loaded():
     """The port answers from the beginning, and a signal ends the wait."""
     sock = bind("127.0.0.1", 0)
@@ -165,7 +96,7 @@ def test_while_the_model_is_loaded():
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": _python_path()},
+        env=os.environ | {"PYTHONPATH": python_path()},
     )
     try:
         url = f"http://127.0.0.1:{port}"

@@ -172,15 +172,13 @@ class Exchange(Response, Generic[RequestT]):
 
     async def send_chunk(self, data: bytes) -> None:
         """Send an event; waits while the client is behind."""
-        self._blocked_since = time.monotonic()
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._blocked_since = None
+        await self._push({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_stream(self, generation: Generation) -> None:
         """Send ``[DONE]`` and the end of the body."""
         self.record.completion_tokens = generation.num_output_tokens
         self._is_complete = True
-        await self._send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await self._push({"type": "http.response.body", "body": DONE, "more_body": False})
 
     async def _serve(self, receive: Receive) -> None:
         service = self.service
@@ -219,7 +217,10 @@ class Exchange(Response, Generic[RequestT]):
         waited = 0.0 if since is None else time.monotonic() - since
         if waited < limit:
             return limit - waited
-        self.interrupt(SLOW_READER)
+        if self._is_complete or self._interruption is not None:
+            self._drop()  # even the end of its answer is left unread
+        else:
+            self.interrupt(SLOW_READER)
         return None
 
     async def _end_early(self, reason: str) -> None:
@@ -254,7 +255,7 @@ class Exchange(Response, Generic[RequestT]):
             self._drop()  # the client does not read: it would not read this either
             return
         end = {"body": error_event(error.body()), "more_body": False}
-        await self._send({"type": "http.response.body", **end})
+        await self._push({"type": "http.response.body", **end})
 
     def _drop(self) -> None:
         """Close the connection without waiting for what is unread."""
@@ -266,7 +267,7 @@ class Exchange(Response, Generic[RequestT]):
         length = (b"content-length", b"%d" % len(body))
         await self._start(status, (_JSON, length, *extra))
         self._is_complete = True
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._push({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _start(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
         record = self.record
@@ -278,9 +279,15 @@ class Exchange(Response, Generic[RequestT]):
         record.status = status
         record.first_byte = time.monotonic() - self._arrival
         self._is_started = True
-        await self._send(
+        await self._push(
             {"type": "http.response.start", "status": status, "headers": [*headers, *own]}
         )
+
+    async def _push(self, message: Message) -> None:
+        """Send a part of the answer; waits while the client is behind."""
+        self._blocked_since = time.monotonic()
+        await self._send(message)
+        self._blocked_since = None
 
     def _translate(self, error: Exception) -> HttpError:
         return as_http(error, prompt_field=self._kind.prompt_field, renames=self.renames)
