@@ -46,6 +46,8 @@ logger = logging.getLogger("chairlift")
 _DEFAULT_NUM_KV_BLOCKS = 4_096
 _JOIN_TIMEOUT_S = 10.0
 """How long a shutdown waits for the step that is running."""
+_LAST_JOIN_TIMEOUT_S = 0.5
+"""The same for an engine that has ended: a step that it gave up was waited for long enough."""
 
 
 class TokenizerLike(Protocol):
@@ -229,7 +231,7 @@ class LocalEngine(Engine):
         self.client = self.core.client
         _say_limits(self.limits)
         self._thread.run_steps(self.core)
-        self._finalizer = weakref.finalize(self, _stop, self.core, self._thread)
+        self._finalizer = weakref.finalize(self, _stop, self.core, self.client, self._thread)
 
     def shutdown(self) -> None:
         """End live requests as aborted and stop both threads; idempotent, from any thread.
@@ -442,16 +444,18 @@ class _ExecutorThread(threading.Thread):
             logger.critical("the executor thread has died, and the engine with it", exc_info=True)
 
 
-def _stop(core: _core.EngineCore, thread: threading.Thread) -> None:
+def _stop(core: _core.EngineCore, client: _core.EngineClient, thread: threading.Thread) -> None:
+    has_ended = client.end_reason is not None
     core.shutdown()
     if thread is threading.current_thread():
         return  # collected while a step runs: the thread ends after it
-    thread.join(_JOIN_TIMEOUT_S)
+    patience = _LAST_JOIN_TIMEOUT_S if has_ended else _JOIN_TIMEOUT_S
+    thread.join(patience)
     if thread.is_alive():
         logger.warning(
             "the executor's step is still running %.0f s after the shutdown; its thread is left "
             "behind",
-            _JOIN_TIMEOUT_S,
+            patience,
         )
 
 
