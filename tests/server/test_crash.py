@@ -194,3 +194,33 @@ def test_an_engine_process_that_is_stopped():
         wait(lambda: server_load(url) == 0)
         process.send_signal(signal.SIGTERM)
         assert finished(process)[0] == 0
+
+
+def test_questions_to_an_engine_that_is_stopped(start_server, monkeypatch):
+    """Whoever asks is told that nobody answers; nothing waits for ever."""
+    monkeypatch.setattr("chairlift.server.errors._ANSWER_TIMEOUT_S", 0.2)
+    server = start_server(
+        "serve_executors:Quick",
+        isolation="process",
+        num_kv_blocks=64,
+        settings={"api_keys": ("sesame",)},
+    )
+    client = httpx.Client(
+        base_url=server.url, timeout=LONG, headers={"authorization": "Bearer sesame"}
+    )
+    paths = ("/metrics", "/live", "/admin/usage")
+    with client:
+        os.kill(server.engine._engine.pid, signal.SIGSTOP)
+        try:
+            metrics, *others = [client.get(path) for path in paths]
+        finally:
+            os.kill(server.engine._engine.pid, signal.SIGCONT)
+        assert metrics.status_code == 200
+        assert "chairlift:num_requests_running" not in metrics.text
+        for answer in others:
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "engine_stalled"
+            assert answer.headers["retry-after"]
+        metrics, *others = [client.get(path) for path in paths]
+        assert "chairlift:num_requests_running" in metrics.text
+        assert {answer.status_code for answer in others} == {200}

@@ -176,7 +176,7 @@ def auth(name):
         ),
     ],
 )
-def test_the_bounds_of_a_key_and_of_a_class(start_server, policy, fields, slots, code, stream):
+def test_the_bounds_of_a_key_and_of_a_class(start_server, *, policy, fields, slots, code, stream):
     """Three of one key's burst are taken; another key, or class, still has its places."""
     executor = ScriptedExecutor()
     server = start_server(executor, config=keyed(**policy), max_num_seqs=slots)

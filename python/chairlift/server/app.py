@@ -19,7 +19,7 @@ from chairlift.server import pages
 from chairlift.server.body import INLINE_BYTES, ClientGoneError, parse_body, read_body
 from chairlift.server.chat import answer_chat
 from chairlift.server.completions import answer_completion
-from chairlift.server.errors import HttpError, as_http
+from chairlift.server.errors import HttpError, answer_of, as_http
 from chairlift.server.exchange import Exchange, write_long
 from chairlift.server.protocol import (
     ChatRequest,
@@ -152,7 +152,7 @@ def _admin(service: Service) -> APIRouter:
     @router.get("/usage", summary="What each tenant has used")
     async def usage(request: Request) -> Response:
         service.admin(_headers(request))
-        groups = await service.open_engine().group_metrics(brief=True)
+        groups = await answer_of(service.open_engine().group_metrics(brief=True))
         return JSONResponse(
             {"since": service.started_at, "tenants": service.usage.report(groups["tenants"])}
         )

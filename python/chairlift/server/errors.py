@@ -6,11 +6,13 @@ what an executor or the server itself raised is logged, and the client reads a g
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
+from typing import TypeVar
 
 from chairlift.errors import (
     ChairliftError,
@@ -28,6 +30,8 @@ from chairlift.errors import (
 
 logger = logging.getLogger("chairlift.server")
 
+T = TypeVar("T")
+_ANSWER_TIMEOUT_S = 5.0
 INVALID = "invalid_request_error"
 _TYPES = {
     401: "authentication_error",
@@ -103,6 +107,21 @@ def too_long(field: str, length: str, max_model_len: int) -> HttpError:
 def closed(why: str, *, code: str, retry_after: float = 5.0) -> HttpError:
     """The server takes no requests now."""
     return HttpError(503, why, code=code, retry_after=retry_after)
+
+
+async def answer_of(question: Awaitable[T]) -> T:
+    """Wait for what the engine is asked about itself.
+
+    It answers at once, also while a step runs; if its process is stopped it answers nobody, and who
+    asks must be told.
+
+    Raises:
+        HttpError: 503.
+    """
+    try:
+        return await asyncio.wait_for(question, _ANSWER_TIMEOUT_S)
+    except TimeoutError:
+        raise closed("the engine does not answer", code="engine_stalled") from None
 
 
 def as_http(error: Exception, *, prompt_field: str, renames: Mapping[str, str]) -> HttpError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +19,7 @@ from fastapi import APIRouter, Response
 from fastapi.params import Depends
 
 from chairlift.errors import EngineDeadError
+from chairlift.server.errors import HttpError, answer_of, closed
 from chairlift.server.live import Engine, Pulse
 from chairlift.server.metrics import CONTENT_TYPE, render
 from chairlift.server.readings import HttpCounters, ShownTenants, Snapshot
@@ -87,11 +87,13 @@ def router(
     async def live() -> Response:
         """Tell the page what to show."""
         try:
-            told = await pulse.look()
-        except EngineDeadError as error:
-            return _unavailable(str(error), "engine_dead")
+            told = await answer_of(pulse.look())
+        except HttpError as error:
+            return _unavailable(error)
+        except EngineDeadError:
+            return _unavailable(closed("the engine has ended", code="engine_dead"))
         if told is None:
-            return _unavailable("the model is being loaded", "loading")
+            return _unavailable(closed("the model is being loaded", code="loading"))
         return Response(told, media_type="application/json", headers={"Cache-Control": "no-store"})
 
     @routes.get("/metrics", dependencies=dependencies)
@@ -99,8 +101,8 @@ def router(
         """Tell Prometheus."""
         current = engine()
         try:
-            groups = None if current is None else await current.group_metrics()
-        except EngineDeadError:
+            groups = None if current is None else await answer_of(current.group_metrics())
+        except (EngineDeadError, HttpError):
             groups = None
         names = () if groups is None else shown.update(groups)
         snapshot = Snapshot(groups, model_name, names, http, release)
@@ -111,8 +113,6 @@ def router(
     return routes
 
 
-def _unavailable(message: str, code: str) -> Response:
-    error = {"message": message, "type": "service_unavailable", "param": None, "code": code}
-    body = json.dumps({"error": error})
-    headers = {"Cache-Control": "no-store"}
-    return Response(body, 503, media_type="application/json", headers=headers)
+def _unavailable(error: HttpError) -> Response:
+    headers = {**error.headers, "Cache-Control": "no-store"}
+    return Response(error.body(), error.status, media_type="application/json", headers=headers)
