@@ -138,6 +138,10 @@ fn tenants_beyond_those_remembered_are_summed_up() {
 #[test]
 fn rejections_are_counted_by_reason() {
     let mut harness = engine();
+    let mut all = exact(0, 4, 20, 1_000);
+    all.sampling.n = harness.settings.max_num_seqs;
+    harness.submit_for("ann", "chat", all);
+    assert!(harness.step(), "no slot is free");
     let first = exact(1, 4, 2, 1_000);
     let ticket_of = |request: &_| ticket_for("bounded", "bulk", request);
     harness.submit_for("bounded", "bulk", first);
