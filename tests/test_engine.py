@@ -287,8 +287,8 @@ def test_each_way_to_be_given_up_is_an_error_of_its_kind(reason, kind, code):
 
 
 def test_the_counters_of_what_did_not_run_are_told(start):
-    engine = start(max_queued_requests=1)
-    with engine.client.reserve(), pytest.raises(QueueFullError):
+    engine = start(max_queued_requests=1, max_num_seqs=1)
+    with engine.client.reserve(), engine.client.reserve(), pytest.raises(QueueFullError):
         engine.client.reserve()
     metrics = engine.client.metrics()
     names = ("submitted", "rejected", "expired", "shed", "displaced")

@@ -42,9 +42,7 @@ def held():
     def go(config, **options):
         executor = ScriptedExecutor()
         engine = LocalEngine(
-            engine_args(
-                None, {"executor": executor, "config": config, "max_num_seqs": 1, **options}
-            )
+            engine_args(None, {"executor": executor, "config": config, "max_num_seqs": 1} | options)
         )
         started.append((engine, executor))
         executor.hold()
@@ -112,7 +110,8 @@ def test_a_door_that_is_full_is_said_whose(held, config, args, code):
 
 
 def test_answers_are_counted_at_the_door(held):
-    engine, _ = held(policy(), max_queued_requests=4, max_num_batched_tokens=64)
+    options = {"max_num_seqs": 3, "max_queued_requests": 2, "max_num_batched_tokens": 64}
+    engine, _ = held(policy(), **options)  # two slots are free
     client = engine.client
     with client.reserve(n=3):
         assert client.metrics()["queued"] == 3
@@ -124,7 +123,8 @@ def test_answers_are_counted_at_the_door(held):
 
 
 def test_what_can_never_be_is_no_try_later(held):
-    engine, _ = held(policy(tenants={"acme": {"max_running": 1}}), max_num_batched_tokens=64)
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 64}
+    engine, _ = held(policy(tenants={"acme": {"max_running": 1}}), **options)
     with pytest.raises(InvalidRequestError, match="there is no class gold; the classes are defa"):
         submit(engine, "a", request_class="gold")
     with pytest.raises(InvalidRequestError) as caught:

@@ -216,11 +216,11 @@ def test_questions_to_an_engine_that_is_stopped(start_server, monkeypatch):
         finally:
             os.kill(server.engine._engine.pid, signal.SIGCONT)
         assert metrics.status_code == 200
-        assert "chairlift:num_requests_running" not in metrics.text
+        assert "\nchairlift:num_requests_running{" not in metrics.text
         for answer in others:
             assert answer.status_code == 503
             assert answer.json()["error"]["code"] == "engine_stalled"
             assert answer.headers["retry-after"]
         metrics, *others = [client.get(path) for path in paths]
-        assert "chairlift:num_requests_running" in metrics.text
+        assert "\nchairlift:num_requests_running{" in metrics.text
         assert {answer.status_code for answer in others} == {200}

@@ -135,6 +135,21 @@ class TestDisconnects:
         sock.close()
         server.check_alive()
 
+    @pytest.mark.parametrize("connection", ["keep-alive", "close"])
+    def test_a_whole_answer_that_is_never_read(self, start_server, monkeypatch, connection):
+        """The connection is kept as long as an idle one, and no longer."""
+        monkeypatch.setattr("chairlift.server.lifecycle._KEEP_ALIVE_S", 0.2)
+        server = start_server(ScriptedExecutor(num_kv_blocks=4_096), max_model_len=16_384)
+        body = {"prompt": ["x" * 15_000] * 400, "max_tokens": 0, "echo": True}
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            sock.connect(("127.0.0.1", server.port))
+            sock.sendall(http_post(TEXT, body, {"connection": connection}))
+            assert sock.recv(20).startswith(b"HTTP/1.1 200 ")
+            connections = server.lifecycle._http.server_state.connections
+            _wait(lambda: not connections)
+        server.check_alive()
+
 
 class TestEqualRequestIds:
     def test_both_run(self, start_server):

@@ -307,6 +307,17 @@ def test_echo_of_nothing_else(server, stream):
     assert server.metrics()["submitted"] == before
 
 
+def test_echoes_are_bounded(start_server):
+    """Nothing is computed for them, so nothing else bounds what they are multiplied by."""
+    server = start_server(settings={"max_request_bytes": 1_000})
+    body = {"prompt": "x" * 100, "max_tokens": 0, "echo": True, "n": 10}
+    for stream in (False, True):
+        assert server.post("/v1/completions", body | {"stream": stream}).status_code == 200
+        answer = server.post("/v1/completions", body | {"stream": stream, "n": 11})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "n"
+
+
 def test_token_ids_are_returned(server):
     choice = server.complete("abc", return_token_ids=True)["choices"][0]
     assert choice["prompt_token_ids"] == list(b"abc")

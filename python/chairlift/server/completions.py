@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _INLINE_TOKENS = 1_000
 """A prompt up to this long is shown on the event loop."""
+_INLINE_CHARACTERS = 100_000
+"""Echoes up to this long are written there."""
 TextOrIds = str | list[int]
 
 
@@ -75,7 +77,7 @@ async def answer_completion(
     generation = Generation(streams, request.n, exchange.usage)
     try:
         await exchange.started(generation)
-        shape.add_prompts(prompts, streams, engine)
+        await shape.add_prompts(prompts, streams, engine)
         if request.service_tier is not None:
             shape.head["service_tier"] = exchange.record.request_class
         if request.stream:
@@ -113,23 +115,26 @@ class _Shape:
     head: dict[str, object]
     prompts: list[_PromptShown] = field(default_factory=list)
 
-    def add_prompts(
+    async def add_prompts(
         self, prompts: Sequence[TextOrIds], streams: Sequence[DeltaStream], engine: AsyncEngine
     ) -> None:
         """Keep what of the prompts the answer shows."""
         for prompt, stream in zip(prompts, streams, strict=True):
             text = ""
             if self.request.echo:
-                text = self.text(prompt, engine)
+                text = await self.text(prompt, engine)
             self.prompts.append(
                 _PromptShown(text=text, token_ids=stream.prompt_token_ids, stream=stream)
             )
 
-    def text(self, prompt: TextOrIds, engine: AsyncEngine) -> str:
+    async def text(self, prompt: TextOrIds, engine: AsyncEngine) -> str:
         """The text of a prompt."""
         if isinstance(prompt, str):
             return prompt
-        return engine.tokenizer.decode(prompt, self.request.skip_special_tokens)
+        decode, skip = engine.tokenizer.decode, self.request.skip_special_tokens
+        if len(prompt) <= _INLINE_TOKENS:
+            return decode(prompt, skip)
+        return await asyncio.to_thread(decode, prompt, skip)
 
     def offsets(self, start: int) -> TextOffsets:
         """Where tokens begin in a text that has ``start`` characters already."""
@@ -257,14 +262,25 @@ async def _answer_echo(
         else:
             ids = prompt
         _check_length(len(ids), limits["max_model_len"])
-        shape.prompts.append(_PromptShown(text=shape.text(prompt, engine), token_ids=ids))
+        text = await shape.text(prompt, engine)
+        shape.prompts.append(_PromptShown(text=text, token_ids=ids))
+    num_characters = sum(len(prompt.text) for prompt in shape.prompts) * request.n
+    most = exchange.service.settings.max_request_bytes
+    if num_characters > most:
+        raise invalid(
+            "n",
+            f"n is {request.n}; so many echoes of the prompt have {num_characters} characters, but "
+            f"an answer that only echoes may have {most}: ask for fewer",
+        )
     generation = Generation([], request.n, exchange.usage)
     num_prompt_tokens = sum(len(prompt.token_ids) for prompt in shape.prompts)
     usage = usage_of(num_prompt_tokens, 0, cached=0)
     answers = [Answer(finish_reason="length") for _ in range(len(shape.prompts) * request.n)]
     if not request.stream:
         await exchange.send_json(
-            lambda: {**shape.whole(answers, generation), "usage": usage}, generation
+            lambda: {**shape.whole(answers, generation), "usage": usage},
+            generation,
+            is_long=num_characters > _INLINE_CHARACTERS,
         )
         return
     has_usage = request.stream_options is not None and request.stream_options.include_usage

@@ -6,7 +6,7 @@ it would wait for the client to read what was written.
 
 from __future__ import annotations
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from chairlift.server.unread import DroppingUnread
 
 MOST_HEAD_BYTES = 256 * 2**10
 """Longest request line with headers; uvicorn has no bound of its own."""
@@ -20,7 +20,7 @@ _BODY = (
 ) % MOST_HEAD_BYTES
 
 
-class Connection(HttpToolsProtocol):
+class Connection(DroppingUnread):
     """A client's connection."""
 
     _head_bytes = 0

@@ -154,11 +154,15 @@ class Exchange(Response, Generic[RequestT]):
         return self.service.usage.of(self._caller.tenant)
 
     async def send_json(
-        self, content: Callable[[], Mapping[str, object]], generation: Generation
+        self,
+        content: Callable[[], Mapping[str, object]],
+        generation: Generation,
+        *,
+        is_long: bool = False,
     ) -> None:
         """Send a whole answer; it is written on a thread if it has much to say of each token."""
         self.record.completion_tokens = generation.num_output_tokens
-        if generation.num_entries <= INLINE_ENTRIES:
+        if generation.num_entries <= INLINE_ENTRIES and not is_long:
             body = json.dumps(content()).encode("ascii")
         else:
             body = await asyncio.to_thread(lambda: write_long(content()))
