@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from chairlift.outputs import Delta, PositionLogprobs
@@ -65,7 +64,7 @@ class Generation:
         if len(self.streams) == 1:
             await self.streams[0].start()
         else:
-            await _together([stream.start for stream in self.streams])
+            await _together(stream.start() for stream in self.streams)
         if any(stream.queue_time is None for stream in self.streams):
             raise closed("the server is shutting down; use another", code="aborted")
         self._usage.prompt_tokens += self.num_prompt_tokens
@@ -80,9 +79,7 @@ class Generation:
         if len(self.streams) == 1:
             await self._read(0, on_delta)
         else:
-            await _together(
-                [partial(self._read, place, on_delta) for place in range(len(self.streams))]
-            )
+            await _together(self._read(place, on_delta) for place in range(len(self.streams)))
 
     async def close(self) -> None:
         """Abort what is live."""
@@ -177,11 +174,11 @@ def _num_bytes(text: str, most: int) -> int:
     return len(text) if text.isascii() or len(text) > most else len(text.encode("utf-8"))
 
 
-async def _together(parts: Sequence[Callable[[], Awaitable[None]]]) -> None:
+async def _together(parts: Iterable[Awaitable[None]]) -> None:
     """Run all; the first that fails ends the others, and its exception is raised."""
 
-    async def run(part: Callable[[], Awaitable[None]]) -> None:
-        await part()  # called here: a task that is cancelled before it began has nothing to await
+    async def run(part: Awaitable[None]) -> None:
+        await part
 
     try:
         async with asyncio.TaskGroup() as tasks:
