@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from running_server import LONG, events, http_post
 
+from chairlift.server.exchange import Exchange
+from chairlift.server.generation import Generation
+from chairlift.server.protocol import CompletionRequest
+from chairlift.server.service import Service
+from chairlift.server.settings import ServerSettings
 from chairlift.testing import ScriptedExecutor
 
 CHAT = "/v1/chat/completions"
@@ -149,6 +156,41 @@ class TestDisconnects:
             connections = server.lifecycle._http.server_state.connections
             _wait(lambda: not connections)
         server.check_alive()
+
+    def test_a_last_event_that_is_never_read(self):
+        """Also where nothing but the end of an answer is left unread."""
+
+        async def answer(exchange, _request):
+            await exchange.begin_stream()
+            await exchange.end_stream(Generation([], 1, exchange.usage))
+
+        async def main():
+            is_dropped, messages = (
+                asyncio.Event(),
+                [{"type": "http.request", "body": b'{"prompt": "x"}'}],
+            )
+
+            async def receive():
+                if messages:
+                    return messages.pop()
+                await is_dropped.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message):
+                if message["type"] == "http.response.body":
+                    await is_dropped.wait()
+
+            settings = ServerSettings(slow_reader_timeout=0.05)
+            service = Service(settings, SimpleNamespace(end_reason=None))
+            scope = {"method": "POST", "path": TEXT, "headers": []}
+            scope["chairlift.abort"] = is_dropped.set
+            exchange = Exchange(service, CompletionRequest, answer)
+            async with asyncio.timeout(LONG):
+                await exchange(scope, receive, send)
+            assert is_dropped.is_set()
+            assert not service.live
+
+        asyncio.run(main())
 
 
 class TestEqualRequestIds:
