@@ -9,12 +9,10 @@ import copy
 import gzip
 import json
 import random
-import socket
-import struct
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from running_server import LONG, events
+from running_server import events
 
 from chairlift.testing import ScriptedExecutor
 
@@ -114,9 +112,11 @@ def _dumps(value):
         depth, kind = 0, type(value)
         while isinstance(value, dict | list):
             value, depth = value["a" if kind is dict else 0], depth + 1
-        return ('{"a":' if kind is dict else "[") * depth + "1" + (
-            "}" if kind is dict else "]"
-        ) * depth
+        return (
+            ('{"a":' if kind is dict else "[") * depth
+            + "1"
+            + ("}" if kind is dict else "]") * depth
+        )
 
 
 def mutated(rng):
@@ -180,9 +180,7 @@ def check_answer(answer, *, may_be_late=False):
 
 @pytest.fixture(scope="module")
 def fuzzed(start_server):
-    return start_server(
-        ScriptedExecutor(step_time=0.0005, num_kv_blocks=2_048), max_model_len=512
-    )
+    return start_server(ScriptedExecutor(step_time=0.0005, num_kv_blocks=2_048), max_model_len=512)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 
+from chairlift.server.completions import read_prompts
+from chairlift.server.errors import HttpError
+from chairlift.server.protocol import ChatRequest, CompletionRequest, read_request
 from chairlift.testing import ScriptedExecutor
 
 CHAT = "/v1/chat/completions"
@@ -57,6 +61,11 @@ def test_what_is_no_json_object(server, path, body):
     server.check_alive()
 
 
+def nested(levels):
+    """Lists in lists."""
+    return json.loads("[" * levels + "]" * levels)
+
+
 MISTYPED_CHATS = [
     ("messages", "hi"),
     ("messages", [123]),
@@ -80,6 +89,10 @@ MISTYPED_CHATS = [
     ("messages", [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]),
     ("messages", [{"role": "\ud800", "content": "x"}]),
     ("chat_template_kwargs", {"messages": []}),
+    ("chat_template_kwargs", {"deep": nested(101)}),
+    ("documents", [{"deep": nested(101)}]),
+    ("messages", [{"role": "user", "content": "x", "extra": nested(101)}]),
+    ("messages", [{"role": "user", "content": "x", "tool_calls": [{"id": nested(101)}]}]),
     ("chat_template_kwargs", []),
 ]
 MISTYPED = [
@@ -129,6 +142,8 @@ MISTYPED = [
     ("logit_bias", {"5": "x"}),
     ("logit_bias", {"5": 1000}),
     ("logit_bias", [1]),
+    ("logit_bias", {"5": True}),
+    ("logit_bias", "x"),
     ("stream_options", {"include_usage": 1}),
     ("stream_options", 5),
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
@@ -189,6 +204,46 @@ def test_a_field_that_cannot_be(server, path, name, value):
     assert error["param"] == name
     assert name in error["message"] or error["code"] in ("empty_prompt", "bad_text")
     assert len(error["message"]) < 1_000
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [
+        (CHAT, "messages", [1]),
+        (CHAT, "messages", [{"role": "user", "content": [1]}]),
+        (CHAT, "messages", [{"role": "user", "content": "x", "tool_calls": [1]}]),
+        (CHAT, "documents", [1]),
+        (TEXT, "stop", [1]),
+        (TEXT, "stop_token_ids", ["x"]),
+        (TEXT, "logit_bias", {"0": "x"}),
+        (TEXT, "prompt", [[]]),
+    ],
+)
+def test_a_field_that_is_wrong_in_many_places(path, name, value):
+    """Only the first is described: all of them would take minutes, and gigabytes."""
+    body = {"messages": USER, "prompt": "hi"}
+    if isinstance(value, dict):
+        value = {str(index): "x" for index in range(200_000)}
+    elif name == "messages" and isinstance(value[0], dict):
+        (many,) = (inner for inner in value[0].values() if isinstance(inner, list))
+        many *= 500_000
+    else:
+        value = value * 500_000
+
+    def read(kind, body):
+        request = read_request(kind, body)
+        request.sampling(max_tokens=1, logprobs=None)
+        read_prompts(request.prompt, 1_000)
+
+    kind = ChatRequest if path == CHAT else CompletionRequest
+    tracemalloc.start()
+    try:
+        with pytest.raises(HttpError) as refusal:
+            read(kind, body | {name: value})
+        assert refusal.value.param == name
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_stream_is_a_boolean(server):
