@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
+from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from chairlift.server.errors import INVALID
@@ -82,17 +82,24 @@ class Connection(HttpToolsProtocol):
         """What came is no HTTP."""
         self._refuse(b"400 Bad Request", "this is no HTTP request", "invalid_http")
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._served = cycle
         super()._start_asgi_task(cycle, app)
 
     def _refuse(self, status: bytes, message: str, code: str) -> None:
         """Say what is wrong with the connection, and close it. An answer under way is cut."""
-        if self._served is None or self._served.response_complete:
+        if self._may_answer():
             error = {"message": message, "type": INVALID, "param": None, "code": code}
             body = json.dumps({"error": error}).encode()
             self.transport.write(_REFUSAL % (status, len(body), body))
         self.transport.close()
+
+    def _may_answer(self) -> bool:
+        """Whether what is written now is read as the answer to what came."""
+        served = self._served
+        if served is None or served.response_complete:
+            return True
+        return served is self.cycle and served.more_body and not served.response_started
 
     def _await_head(self) -> None:
         self._stop_head_timer()
@@ -105,6 +112,9 @@ class Connection(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         if self.transport.is_closing():
+            return
+        if not self._is_in_head:  # nothing was asked
+            self.transport.close()
             return
         self._refuse(
             b"408 Request Timeout",
