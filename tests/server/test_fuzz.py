@@ -15,6 +15,7 @@ import pytest
 from running_server import events
 
 from chairlift.testing import ScriptedExecutor
+from chairlift.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -85,7 +86,7 @@ ODD_VALUES = [
     *(-(2**31), -(2**63), -(10**30)),
     *(0.0, -0.0, 0.5, 1.0, 1e-320, 1e30, 1e308, -1e308, float("nan"), float("inf"), -float("inf")),
     *("", "x", "1", "\x00", "\ud800", "\U0001f600", "<|im_end|>", "a" * 10_000, "{", "{}", "null"),
-    "[" * 100_000,
+    *("[" * 100_000, "[" * 300 + "]" * 300),
     *([], {}, [[]], [{}], [None], ["x"], [1, "a"], [1.5], {"": ""}, {"x": None}, {"\ud800": 1}),
     *([0] * 5_000, ["a"] * 5_000, [[]] * 5_000, [{}] * 5_000),
     *(_nested(depth, kind) for depth in (3, 100, 300, 2_000, 20_000) for kind in (list, dict)),
@@ -180,18 +181,39 @@ def check_answer(answer, *, may_be_late=False):
 
 @pytest.fixture(scope="module")
 def fuzzed(start_server):
-    return start_server(ScriptedExecutor(step_time=0.0005, num_kv_blocks=2_048), max_model_len=512)
+    executor = ScriptedExecutor(step_time=0.0005, num_kv_blocks=2_048)
+    return start_server(executor, max_model_len=512)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.fixture(scope="module")
+def fuzzed_template(start_server, model_directory):
+    """The default model's tokenizer and chat template."""
+    tokenizer = Tokenizer.from_directory(model_directory)
+    executor = ScriptedExecutor(
+        num_kv_blocks=2_048, vocab_size=tokenizer.vocab_size, default=lambda sample: 100
+    )
+    return start_server(executor, max_model_len=512, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("seed", range(6))
 def test_bodies(fuzzed, seed):
+    send_bodies(fuzzed, seed)
+
+
+@pytest.mark.parametrize("seed", range(6, 9))
+def test_bodies_and_a_real_template(fuzzed_template, seed):
+    send_bodies(fuzzed_template, seed)
+
+
+def send_bodies(server, seed):
+    """Many bodies of one seed, several at once."""
     rng = random.Random(seed)
     cases = [mutated(rng) for _ in range(150)]
 
     def send(case):
         path, data = case
         try:
-            answer = fuzzed.client.post(path, content=data)
+            answer = server.client.post(path, content=data)
             check_answer(answer, may_be_late=b"deadline_ms" in data)
         except Exception as error:
             raise AssertionError(f"{path} {data[:2_000]!r}") from error
@@ -201,4 +223,4 @@ def test_bodies(fuzzed, seed):
         statuses = list(pool.map(send, cases))
     assert 20 < statuses.count(200) < 130
     assert statuses.count(400) > 20
-    fuzzed.check_alive()
+    server.check_alive()

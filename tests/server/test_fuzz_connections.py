@@ -21,50 +21,23 @@ TEXT = "/v1/completions"
 PATHS = [CHAT, TEXT, "/tokenize", "/v1/models", "/v1/models/alias", "/health", "/ready", "/load"]
 ODD_PATHS = ["/", "/none", "*", "//", "/%", "/%ff%fe", "/v1/models/%00", "/v1/models/%ff/../x"]
 ODD_PATHS += ["/v1/completions?a=%zz&b", "http://x/health", "/h\u00e9".encode(), "/" + "a" * 9_000]
-METHODS = [
-    "GET",
-    "POST",
-    "PUT",
-    "DELETE",
-    "OPTIONS",
-    "HEAD",
-    "PATCH",
-    "TRACE",
-    "CONNECT",
-    "get",
-    "X",
-]
+METHODS = ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "TRACE", "get", "X"]
 NAMES = ["authorization", "x-request-id", "x-request-deadline-ms", "content-type", "accept", "x-a"]
-NAMES += [
-    "content-length",
-    "transfer-encoding",
-    "expect",
-    "connection",
-    "upgrade",
-    "host",
-    "cookie",
-]
-NAMES += [
-    "x-forwarded-for",
-    "content-encoding",
-    "range",
-    "te",
-    "if-none-match",
-    "x-tenant",
-    "A" * 300,
-]
-VALUES = ["", "0", "-1", "5", "1e400", "nan", "9" * 30, "chunked", "identity", "gzip, chunked"]
-VALUES += [
-    "100-continue",
-    "close",
-    "keep-alive",
-    "upgrade",
-    "websocket",
-    "h2c",
-    "Bearer x",
-    "Basic",
-]
+NAMES += ["content-length", "transfer-encoding", "expect", "connection", "upgrade", "host", "te"]
+NAMES += ["cookie", "x-forwarded-for", "content-encoding", "range", "x-tenant"]
+NAMES.append("A" * 300)
+VALUES = ["", "0", "-1", "5", "1e400", "nan", "9" * 30, "chunked", "gzip, chunked", "identity"]
+VALUES += ["100-continue", "close", "keep-alive", "upgrade", "websocket", "h2c", "Bearer x"]
 VALUES += ["application/json; charset=utf-16", "a, b", "x" * 3_000, "\t", '"', "\x7f"]
+LAST = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+"""What follows a request, so that the server closes."""
+SILENCE = 4.0
+"""Longer than the server waits for a body."""
+FITTING = {
+    CHAT: b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}',
+    TEXT: b'{"prompt": "hi", "max_tokens": 2}',
+    "/tokenize": b'{"prompt": "hi"}',
+}
 BODIES = [
     b"",
     b"{}",
@@ -87,34 +60,34 @@ def fuzzed(start_server):
 
 def odd_request(rng):
     """A request with a strange head."""
-    path = rng.choice(PATHS if rng.random() < 0.7 else ODD_PATHS)
+    path = rng.choice(PATHS if rng.random() < 0.8 else ODD_PATHS)
     head = [
-        (rng.choice(METHODS) if rng.random() < 0.4 else "POST").encode(),
+        (rng.choice(METHODS) if rng.random() < 0.3 else "POST").encode(),
         path if isinstance(path, bytes) else path.encode(),
-        rng.choice([b"HTTP/1.1"] * 8 + [b"HTTP/1.0", b"HTTP/2.0", b"HTTP/9", b"FTP/1.1", b""]),
+        rng.choice([b"HTTP/1.1"] * 30 + [b"HTTP/1.0", b"HTTP/2.0", b"HTTP/9", b"FTP/1.1", b""]),
     ]
-    body = rng.choice(BODIES)
-    lines = [b"host: x"] if rng.random() < 0.9 else []
-    if rng.random() < 0.8:
+    body = rng.choice([FITTING.get(path, b"")] * len(BODIES) + BODIES)
+    lines = [b"host: x"] if rng.random() < 0.95 else []
+    if rng.random() < 0.95:
         lines.append(b"content-length: %d" % len(body))
-    for _ in range(rng.randrange(6)):
+    for _ in range(rng.randrange(4)):
         value = rng.choice(VALUES).encode("latin-1")
         if rng.random() < 0.15:
             value = rng.randbytes(rng.randrange(1, 20))
         name = rng.choice(NAMES).encode()
-        lines.append(name + rng.choice([b": "] * 9 + [b":", b" : ", b""]) + value)
+        lines.append(name + rng.choice([b": "] * 20 + [b":", b" : ", b""]) + value)
     rng.shuffle(lines)
-    end = rng.choice([b"\r\n"] * 9 + [b"\n"])
+    end = rng.choice([b"\r\n"] * 20 + [b"\n"])
     return b" ".join(head) + end + b"".join(line + end for line in lines) + end + body
 
 
 def until_closed(sock):
-    """What comes until the server closes, or says nothing more for a request that is not whole."""
+    """What comes until the server closes or falls silent."""
     data = b""
     try:
         while part := sock.recv(65_536):
             data += part
-    except ConnectionError:
+    except (ConnectionError, TimeoutError):
         pass
     return data
 
@@ -125,20 +98,20 @@ def test_heads(fuzzed, seed):
     requests = [odd_request(rng) for _ in range(120)]
 
     def send(data):
-        with fuzzed.raw(data) as sock:
-            sock.shutdown(socket.SHUT_WR)  # so that the server does not wait for more of it
+        with fuzzed.raw(data + LAST) as sock:
+            sock.settimeout(SILENCE)
             return until_closed(sock)
 
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(send, requests))
     statuses = []
     for request, answer in zip(requests, answers, strict=True):
-        if answer:
-            version, status, *_ = answer.split(b" ", 2)
-            assert version in (b"HTTP/1.1", b"HTTP/1.0"), (request, answer)
-            assert int(status) < 500, (request, answer)
-            statuses.append(int(status))
+        version, status, *_ = answer.split(b" ", 2)
+        assert version == b"HTTP/1.1", (request, answer)
+        assert int(status) < 500, (request, answer)
+        statuses.append(int(status))
     assert statuses.count(400) > 10
+    assert statuses.count(200) > 5
     fuzzed.check_alive()
 
 
@@ -229,8 +202,9 @@ def test_requests_behind_one_that_is_served(start_server, stream, behind):
     server.wait_for(live=0)
     long = http_post(TEXT, {"prompt": "x", "max_tokens": 200, "stream": stream})
     executor.hold()
-    sock = server.raw(long * (1 + behind))
+    sock = server.raw(long)
     server.wait_for(live=1)
+    sock.sendall(long * behind)
     sock.close()
     server.wait_for(live=0)
     executor.release()

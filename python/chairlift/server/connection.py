@@ -46,10 +46,7 @@ class Connection(HttpToolsProtocol):
         it here."""
         self._stop_head_timer()
         super().connection_lost(exc)
-        served = self._served
-        if served is not None and not served.response_complete:
-            served.disconnected = True
-            served.message_event.set()
+        self._tell_served()
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -92,14 +89,22 @@ class Connection(HttpToolsProtocol):
             error = {"message": message, "type": INVALID, "param": None, "code": code}
             body = json.dumps({"error": error}).encode()
             self.transport.write(_REFUSAL % (status, len(body), body))
+        self._tell_served()
         self.transport.close()
 
+    def _tell_served(self) -> None:
+        """Tell the request that is served that nobody is there any more."""
+        served = self._served
+        if served is not None and not served.response_complete:
+            served.disconnected = True
+            served.message_event.set()
+
     def _may_answer(self) -> bool:
-        """Whether what is written now is read as the answer to what came."""
+        """Whether what is written now begins an answer, and nobody else's."""
         served = self._served
         if served is None or served.response_complete:
             return True
-        return served is self.cycle and served.more_body and not served.response_started
+        return served is self.cycle and not served.response_started
 
     def _await_head(self) -> None:
         self._stop_head_timer()
