@@ -108,7 +108,8 @@ def test_heads(fuzzed, seed):
     for request, answer in zip(requests, answers, strict=True):
         version, status, *_ = answer.split(b" ", 2)
         assert version == b"HTTP/1.1", (request, answer)
-        assert int(status) < 500, (request, answer)
+        is_late = status == b"504" and b"x-request-deadline-ms" in request
+        assert int(status) < 500 or is_late, (request, answer)
         statuses.append(int(status))
     assert statuses.count(400) > 10
     assert statuses.count(200) > 5

@@ -51,7 +51,7 @@ class Fields(BaseModel):
 class ContentPart(Fields):
     """A part of a message; only text is supported."""
 
-    type: Text
+    type: Text = Field(json_schema_extra={"enum": ["text"]})
     text: Text | None = None
 
 
@@ -60,7 +60,7 @@ class ChatMessage(Fields):
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
-    role: Text = Field(description=f"one of {', '.join(ROLES)}")
+    role: Text = Field(json_schema_extra={"enum": list(ROLES)})
     content: Text | Items[ContentPart] | None = None
     name: Text | None = None
     tool_calls: Items[dict[str, Any]] | None = None

@@ -33,6 +33,11 @@ RequestT = TypeVar("RequestT", bound="Body")
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
+def _from(least: float, most: float | None = None) -> dict[str, Any]:
+    """A range in the description; that a value keeps to it is checked elsewhere."""
+    return {"minimum": least} if most is None else {"minimum": least, "maximum": most}
+
+
 class Body(Fields):
     """What every body has."""
 
@@ -60,13 +65,15 @@ class GenerationRequest(Body):
 
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = Field(1, description=f"answers to each prompt, at most {MOST_ANSWERS}")
-    temperature: Number = 1.0
-    top_p: Number = 1.0
+    n: int = Field(
+        1, description="answers to each prompt", json_schema_extra=_from(1, MOST_ANSWERS)
+    )
+    temperature: Number = Field(1.0, json_schema_extra=_from(0, 2))
+    top_p: Number = Field(1.0, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
     seed: int | None = None
     stop: Text | Items[Text] | None = None
-    presence_penalty: Number = 0.0
-    frequency_penalty: Number = 0.0
+    presence_penalty: Number = Field(0.0, json_schema_extra=_from(-2, 2))
+    frequency_penalty: Number = Field(0.0, json_schema_extra=_from(-2, 2))
     logit_bias: Any = Field(
         None,
         description="by token id, from -100 to 100",
@@ -80,10 +87,10 @@ class GenerationRequest(Body):
     user: Text | None = Field(None, description="a sub-flow of the tenant; shares its turn fairly")
     service_tier: Text | None = Field(None, description="auto, default, or the name of a class")
     # vLLM's extensions
-    top_k: int = 0
-    min_p: Number = 0.0
-    repetition_penalty: Number = 1.0
-    min_tokens: int = 0
+    top_k: int = Field(0, json_schema_extra=_from(-1))
+    min_p: Number = Field(0.0, json_schema_extra=_from(0, 1))
+    repetition_penalty: Number = Field(1.0, json_schema_extra={"exclusiveMinimum": 0})
+    min_tokens: int = Field(0, json_schema_extra=_from(0))
     ignore_eos: bool = False
     stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool = False
@@ -159,7 +166,7 @@ class ChatRequest(GenerationRequest):
 
     prompt_field: ClassVar[str] = "messages"
 
-    messages: Items[ChatMessage]
+    messages: Items[ChatMessage] = Field(json_schema_extra={"minItems": 1})
     max_tokens: int | None = Field(None, description="left out: the room left in the context")
     max_completion_tokens: int | None = Field(None, description="of both limits the smaller holds")
     logprobs: bool = False
@@ -194,6 +201,9 @@ class ChatRequest(GenerationRequest):
         return min(limits, default=None)
 
 
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", **_from(0, 2**31 - 1)}, "minItems": 1}
+
+
 class CompletionRequest(GenerationRequest):
     """The body of ``POST /v1/completions``."""
 
@@ -203,14 +213,14 @@ class CompletionRequest(GenerationRequest):
         description="text, token ids, or a list of either",
         json_schema_extra={
             "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "array", "items": {"type": "integer"}},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                _TOKEN_IDS,
+                {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
             ]
         },
     )
-    max_tokens: int = 16
+    max_tokens: int = Field(16, json_schema_extra=_from(0))
     logprobs: int | None = None
     echo: bool = False
     best_of: int | None = Field(None, description="only the same as n")
