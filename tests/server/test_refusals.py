@@ -56,6 +56,7 @@ def refused(server, path, body, status=400, **options):
     ],
 )
 def test_what_is_no_json_object(server, path, body):
+    """C01."""
     error = refused(server, path, body)
     assert error["code"] == "invalid_json"
     server.check_alive()
@@ -202,6 +203,7 @@ MISTYPED_TEXTS = [
     + [(TEXT, *case) for case in MISTYPED_TEXTS + MISTYPED],
 )
 def test_a_field_that_cannot_be(server, path, name, value):
+    """C01, C02, C03, C05, C16, C18, C32, S5, S12."""
     body = {"messages": USER} if path == CHAT else {"prompt": "hi"}
     error = refused(server, path, body | {"max_tokens": 4, name: value})
     assert error["param"] == name
@@ -250,6 +252,7 @@ def test_a_field_that_is_wrong_in_many_places(path, name, value):
 
 
 def test_stream_is_a_boolean(server):
+    """C01, C17."""
     for value in ("true", 1, "x"):
         answer = server.post(TEXT, {"prompt": "hi", "stream": value})
         assert answer.status_code == 400
@@ -266,6 +269,7 @@ def test_nothing_is_left_of_what_was_refused(server):
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e400", b"-1e400"])
 @pytest.mark.parametrize("name", ["temperature", "top_p", "presence_penalty", "min_p"])
 def test_numbers_that_are_none(server, number, name):
+    """C02."""
     body = b'{"prompt": "hi", "max_tokens": 4, "%b": %b}' % (name.encode(), number)
     error = refused(server, TEXT, body)
     assert error["param"] == name
@@ -273,6 +277,7 @@ def test_numbers_that_are_none(server, number, name):
 
 
 def test_a_nan_in_a_corner_is_no_json_either(server):
+    """C02."""
     refused(server, TEXT, b'{"prompt": "hi", "nobody_knows": NaN}')
     refused(server, TEXT, b'{"prompt": "hi", "nobody_knows": [{"x": Infinity}]}')
     error = refused(server, TEXT, b'{"prompt": "hi", "logit_bias": {"5": NaN}}')
@@ -282,17 +287,19 @@ def test_a_nan_in_a_corner_is_no_json_either(server):
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-12, 1e-45, 5e-324, 0, 2])
 def test_small_temperatures_are_legal(server, temperature):
+    """C02."""
     assert server.complete(temperature=temperature)["usage"]["completion_tokens"] == 4
 
 
 def test_the_ends_of_the_vocabulary_are_legal(server):
+    """C03."""
     assert server.complete([0])["usage"]["prompt_tokens"] == 1
     assert server.complete([257])["usage"]["prompt_tokens"] == 1
     assert server.complete(logit_bias={"257": -100, "0": 100})
 
 
 def test_a_refusal_does_not_touch_others(start_server):
-    """A long answer goes on unchanged beside all kinds of refused requests."""
+    """C02: A long answer goes on unchanged beside all kinds of refused requests."""
     server = start_server(ScriptedExecutor(step_time=0.002))
     body = {"prompt": "long", "max_tokens": 200, "stream": True}
     with server.client.stream("POST", TEXT, json=body) as answer:
@@ -309,7 +316,7 @@ def test_a_refusal_does_not_touch_others(start_server):
 
 
 def test_null_is_the_default_and_unknown_fields_are_ignored(server):
-    """What clients send: nulls for what they have no opinion on, and fields of their own."""
+    """C06: What clients send: nulls for what they have no opinion on, and fields of their own."""
     plain = {"messages": USER, "max_tokens": 6, "temperature": 0}
     wanted = server.post(CHAT, plain).json()["choices"]
     names = [
@@ -352,6 +359,8 @@ def test_the_last_of_two_equal_keys_counts(server):
 
 
 def test_parts_are_joined_and_null_is_no_text(server):
+    """C16."""
+
     def shown(messages):
         tokens = server.post("/tokenize", {"messages": messages}).json()["tokens"]
         return bytes(tokens).decode()
@@ -377,7 +386,7 @@ def test_parts_are_joined_and_null_is_no_text(server):
     [(254, 1, 1), (255, 1, 1), (254, 16, 2), (255, 2_560, 1), (254, 2_560, 2), (250, 10**9, 6)],
 )
 def test_the_room_in_the_context(server, stream, length, max_tokens, made):
-    """``max_tokens`` beyond the room ends with ``length`` where the context does."""
+    """C08: ``max_tokens`` beyond the room ends with ``length`` where the context does."""
     body = {"prompt": [97] * length, "max_tokens": max_tokens}
     if stream:
         chunks = server.stream(TEXT, body | {"stream_options": {"include_usage": True}})
@@ -391,6 +400,7 @@ def test_the_room_in_the_context(server, stream, length, max_tokens, made):
 @pytest.mark.parametrize("length", [256, 257, 1_024])
 @pytest.mark.parametrize("max_tokens", [1, 2_560, None])
 def test_a_prompt_that_does_not_fit(server, length, max_tokens):
+    """C08."""
     before = server.metrics()["iterations"]
     for prompt in ([97] * length, "a" * length):
         body = {"prompt": prompt, "max_tokens": max_tokens}
@@ -407,7 +417,7 @@ def test_a_prompt_that_does_not_fit(server, length, max_tokens):
 
 
 def test_five_megabytes_of_text(start_server):
-    """Refused by its size alone, while others are served."""
+    """C08: Refused by its size alone, while others are served."""
     server = start_server()
     error = refused(server, TEXT, {"prompt": "a" * 5_000_000})
     assert error["code"] == "context_length_exceeded"
@@ -437,6 +447,7 @@ def test_a_long_answer_to_tokenize(server):
 
 
 def test_a_body_above_the_limit(start_server):
+    """C08."""
     server = start_server(settings={"max_request_bytes": 10_000})
     body = json.dumps({"prompt": "a" * 20_000}).encode()
     assert refused(server, TEXT, body, status=413)["code"] == "request_too_large"
@@ -447,6 +458,7 @@ def test_a_body_above_the_limit(start_server):
 
 
 def test_paths_methods_and_models(server):
+    """C01."""
     for method, path, status in (
         ("GET", "/none", 404),
         ("POST", "/v1/nothing", 404),
@@ -486,7 +498,7 @@ def test_a_full_queue(start_server):
 
 
 def test_one_refused_prompt_refuses_all(start_server):
-    """Of three prompts two have a place: nothing of any is left."""
+    """C03: Of three prompts two have a place: nothing of any is left."""
     executor = ScriptedExecutor()
     server = start_server(executor, max_num_seqs=1, max_queued_requests=1)
     executor.hold()

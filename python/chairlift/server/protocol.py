@@ -201,7 +201,11 @@ class ChatRequest(GenerationRequest):
         return min(limits, default=None)
 
 
-_TOKEN_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", **_from(0, 2**31 - 1)}, "minItems": 1}
+_TOKEN_IDS: dict[str, Any] = {
+    "type": "array",
+    "items": {"type": "integer", **_from(0, 2**31 - 1)},
+    "minItems": 1,
+}
 
 
 class CompletionRequest(GenerationRequest):
