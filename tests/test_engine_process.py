@@ -188,6 +188,8 @@ def test_signals_to_the_group_are_left_to_the_client():
 
 
 def test_a_step_that_never_returns_ends_the_engine():
+    """C21."""
+
     async def main():
         engine = make(f"{__name__}:Stuck", step_timeout=1)
         told = []

@@ -408,6 +408,8 @@ def test_a_bad_prompt_raises_before_anything_runs(executor, prompt, params, erro
         ("logit_bias", [1, 2]),
         ("logit_bias", {"1": 2.0}),
         ("logit_bias", {1: float("nan")}),
+        ("logit_bias", {1: 10**400}),
+        ("temperature", 10**400),
         ("ignore_eos", 1),
         ("skip_special_tokens", None),
     ],

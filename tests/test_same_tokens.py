@@ -127,6 +127,7 @@ def test_batched(options, alone, monkeypatch):
 
 
 def test_warm_prefix_cache(alone, monkeypatch):
+    """C31."""
     with LLM(MODEL, **OPTIONS) as llm:
         run(llm, requests()[:20])
         before = llm.metrics()["cached_tokens"]
@@ -135,6 +136,7 @@ def test_warm_prefix_cache(alone, monkeypatch):
 
 
 def test_preempted(alone, monkeypatch):
+    """C30."""
     with LLM(MODEL, **(OPTIONS | {"max_model_len": 1_024}), num_kv_blocks=128) as llm:
         assert_same(run(llm, requests()), alone, monkeypatch)
         metrics = llm.metrics()

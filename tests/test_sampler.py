@@ -277,6 +277,7 @@ class TestEdges:
         assert one(ReferenceRow(), [0.0, -0.0]) == 0
 
     def test_tiny_temperatures_are_greedy(self):
+        """C02."""
         for temperature in (1e-6, 1e-30, 9e-6):
             assert one(ReferenceRow(temperature=temperature), [1.0, 1.000001, 0.5]) == 1
 

@@ -340,6 +340,7 @@ def test_templates_render_as_in_transformers(tmp_path: Path) -> None:
 
 
 def test_a_template_that_writes_bos_gives_exactly_one() -> None:
+    """C15."""
     ids = chat(TRIMMING, ("user", " hello "))
     assert ids.count(0) == 1
     assert text_of(ids) == "<s>[user] hello "
@@ -372,6 +373,7 @@ def test_templates_that_fail() -> None:
 
 
 def test_content_parts_and_null() -> None:
+    """C16."""
     parts = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
     assert chat(CHATML, ("user", parts)) == chat(CHATML, ("user", "A\nB"))
     assert chat(CHATML, ("user", [])) == chat(CHATML, ("user", ""))
@@ -413,6 +415,7 @@ def test_a_message_is_a_dictionary() -> None:
 
 @pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
 def test_content_cannot_forge_a_role(role: str) -> None:
+    """C15."""
     ids = chat(CHATML, (role, ATTACK))
     newline = without_control("\n")
     assert ids == [

@@ -61,7 +61,7 @@ class ParsedPrompt:
     def num_characters(self) -> int:
         """About how much text there is to tokenise."""
         if self.messages is not None:
-            return sum(_num_characters(message) for message in self.messages)
+            return _num_characters(self.messages) + _num_characters(self.template_options)
         return 0 if self.text is None else len(self.text)
 
     def tokenise(self, tokenizer: TokenizerLike) -> list[int]:
@@ -171,15 +171,15 @@ def template_options(
     return options
 
 
-def _num_characters(message: object) -> int:
-    """Characters of a message's content, of whatever form."""
-    if isinstance(message, str):
-        return len(message)
-    if isinstance(message, Mapping):
-        return sum(_num_characters(value) for value in message.values())
-    if isinstance(message, Sequence):
-        return sum(_num_characters(part) for part in message)
-    return 0
+def _num_characters(value: object) -> int:
+    """About how much text a template can make of a value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(str(key)) + _num_characters(part) for key, part in value.items())
+    if isinstance(value, Sequence):
+        return sum(_num_characters(part) for part in value)
+    return 1
 
 
 def _token_ids(value: object) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -54,7 +54,7 @@ class RequestArgs:
         if value is not None and (
             isinstance(value, bool)
             or not isinstance(value, (int, float))
-            or not 0 <= value < math.inf
+            or not 0 <= value <= sys.float_info.max
         ):
             raise _invalid("deadline", value, "a number of seconds of at least 0")
 

@@ -6,7 +6,7 @@ them at submission (``rust/core/src/request.rs``), so that they are written once
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -14,6 +14,7 @@ from typing import cast
 from chairlift.errors import InvalidRequestError
 
 _INT32_MAX = 2**31 - 1
+_FLOAT_MAX = sys.float_info.max
 _SEED_MAX = 2**63 - 1
 
 
@@ -106,7 +107,9 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
 
 
 def _number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # NaN is in no range, and an integer may be beyond every float.
+    if not is_number or not -_FLOAT_MAX <= cast(float, value) <= _FLOAT_MAX:
         raise _invalid(name, value, "a finite number")
 
 

@@ -54,9 +54,9 @@ class ByteTokenizer:
             raise TokenizerError("the text holds a lone surrogate", code="bad_text") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of the bytes; special tokens are ``<bos>`` and ``<eos>``."""
-        special = (b"", b"") if skip_special_tokens else (b"<bos>", b"<eos>")
-        parts = [bytes([token]) if token < 256 else special[token - 256] for token in ids]
+        """Text of the bytes; special tokens are ``<bos>`` and ``<eos>``, those beyond nothing."""
+        special = {} if skip_special_tokens else {256: b"<bos>", 257: b"<eos>"}
+        parts = [bytes([token]) if token < 256 else special.get(token, b"") for token in ids]
         return b"".join(parts).decode("utf-8", errors="replace")
 
     def token_table(self, vocab_size: int = 0) -> TokenTableData:

@@ -213,7 +213,13 @@ class Tokenizer:
         variables: dict[str, object] = {"tools": None, "documents": None}
         variables |= {name: Trusted(text) for name, text in self._names.items()}
         variables |= kwargs | {"add_generation_prompt": add_generation_prompt}
-        text, guarded = template.render(messages, variables)
+        try:
+            text, guarded = template.render(messages, variables)
+        except RecursionError:
+            raise TokenizerError(
+                "the messages or the template's arguments are nested too deeply",
+                code="bad_chat_messages",
+            ) from None
         tokenizer = self._guarded_tokenizer if guarded else self._tokenizer
         return _encode(tokenizer, [text], add_special_tokens=False)[0]
 

@@ -106,6 +106,24 @@ def events(data: bytes) -> list:
     return parsed
 
 
+def read_response(file) -> tuple[int, dict[str, str], bytes]:
+    """The next response of a connection: status, headers, and the body without its framing."""
+    line = file.readline()
+    assert line.startswith(b"HTTP/1.1 "), line
+    headers = {}
+    while (header := file.readline()) not in (b"\r\n", b""):
+        name, _, value = header.decode("latin-1").partition(":")
+        headers[name.lower()] = value.strip()
+    if "content-length" in headers:
+        return int(line.split()[1]), headers, file.read(int(headers["content-length"]))
+    body = b""
+    while size := int(file.readline(), 16):
+        body += file.read(size)
+        assert file.read(2) == b"\r\n"
+    assert file.read(2) == b"\r\n"
+    return int(line.split()[1]), headers, body
+
+
 def http_post(path: str, body: dict, headers: dict[str, str] | None = None) -> bytes:
     """The bytes of a POST."""
     data = json.dumps(body).encode()

@@ -55,6 +55,8 @@ def long_request(path=TEXT, stream=True, **fields):
 
 
 class TestDisconnects:
+    """C22."""
+
     @pytest.mark.parametrize("path", [CHAT, TEXT])
     @pytest.mark.parametrize("stream", [False, True])
     def test_while_it_runs(self, start_server, path, stream):
@@ -194,6 +196,8 @@ class TestDisconnects:
 
 
 class TestEqualRequestIds:
+    """C25."""
+
     def test_both_run(self, start_server):
         server = start_server(ScriptedExecutor(step_time=0.001))
         same = {"x-request-id": "same"}
@@ -214,6 +218,8 @@ class TestEqualRequestIds:
 
 
 class TestFailures:
+    """C21."""
+
     def test_a_row_that_fails(self, start_server):
         """One of four fails at its sixth token: its stream ends with an error, the others go on."""
         executor = ScriptedExecutor(step_time=0.001, fail_rows={"bad": 5})
@@ -318,6 +324,8 @@ class TestFailures:
 
 
 class TestTheDrain:
+    """C33."""
+
     def test_running_and_queued_requests_go_on(self, start_server):
         executor = ScriptedExecutor(step_time=0.005)
         server = start_server(executor, max_num_seqs=2)

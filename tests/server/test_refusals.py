@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 
+from chairlift.server.completions import read_prompts
+from chairlift.server.errors import HttpError
+from chairlift.server.protocol import ChatRequest, CompletionRequest, read_request
 from chairlift.testing import ScriptedExecutor
 
 CHAT = "/v1/chat/completions"
@@ -52,9 +56,15 @@ def refused(server, path, body, status=400, **options):
     ],
 )
 def test_what_is_no_json_object(server, path, body):
+    """C01."""
     error = refused(server, path, body)
     assert error["code"] == "invalid_json"
     server.check_alive()
+
+
+def nested(levels):
+    """Lists in lists."""
+    return json.loads("[" * levels + "]" * levels)
 
 
 MISTYPED_CHATS = [
@@ -80,6 +90,10 @@ MISTYPED_CHATS = [
     ("messages", [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]),
     ("messages", [{"role": "\ud800", "content": "x"}]),
     ("chat_template_kwargs", {"messages": []}),
+    ("chat_template_kwargs", {"deep": nested(101)}),
+    ("documents", [{"deep": nested(101)}]),
+    ("messages", [{"role": "user", "content": "x", "extra": nested(101)}]),
+    ("messages", [{"role": "user", "content": "x", "tool_calls": [{"id": nested(101)}]}]),
     ("chat_template_kwargs", []),
 ]
 MISTYPED = [
@@ -129,6 +143,11 @@ MISTYPED = [
     ("logit_bias", {"5": "x"}),
     ("logit_bias", {"5": 1000}),
     ("logit_bias", [1]),
+    ("logit_bias", {"5": True}),
+    ("logit_bias", {"5": 10**400}),
+    ("temperature", 10**400),
+    ("deadline_ms", 10**400),
+    ("logit_bias", "x"),
     ("stream_options", {"include_usage": 1}),
     ("stream_options", 5),
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
@@ -184,6 +203,7 @@ MISTYPED_TEXTS = [
     + [(TEXT, *case) for case in MISTYPED_TEXTS + MISTYPED],
 )
 def test_a_field_that_cannot_be(server, path, name, value):
+    """C01, C02, C03, C05, C16, C18, C32, S5, S12."""
     body = {"messages": USER} if path == CHAT else {"prompt": "hi"}
     error = refused(server, path, body | {"max_tokens": 4, name: value})
     assert error["param"] == name
@@ -191,7 +211,48 @@ def test_a_field_that_cannot_be(server, path, name, value):
     assert len(error["message"]) < 1_000
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [
+        (CHAT, "messages", [1]),
+        (CHAT, "messages", [{"role": "user", "content": [1]}]),
+        (CHAT, "messages", [{"role": "user", "content": "x", "tool_calls": [1]}]),
+        (CHAT, "documents", [1]),
+        (TEXT, "stop", [1]),
+        (TEXT, "stop_token_ids", ["x"]),
+        (TEXT, "logit_bias", {"0": "x"}),
+        (TEXT, "prompt", [[]]),
+    ],
+)
+def test_a_field_that_is_wrong_in_many_places(path, name, value):
+    """Only the first is described: all of them would take minutes, and gigabytes."""
+    body = {"messages": USER, "prompt": "hi"}
+    if isinstance(value, dict):
+        value = {str(index): "x" for index in range(200_000)}
+    elif name == "messages" and isinstance(value[0], dict):
+        (many,) = (inner for inner in value[0].values() if isinstance(inner, list))
+        many *= 500_000
+    else:
+        value = value * 500_000
+
+    def read(kind, body):
+        request = read_request(kind, body)
+        request.sampling(max_tokens=1, logprobs=None)
+        read_prompts(request.prompt, 1_000)
+
+    kind = ChatRequest if path == CHAT else CompletionRequest
+    tracemalloc.start()
+    try:
+        with pytest.raises(HttpError) as refusal:
+            read(kind, body | {name: value})
+        assert refusal.value.param == name
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
 def test_stream_is_a_boolean(server):
+    """C01, C17."""
     for value in ("true", 1, "x"):
         answer = server.post(TEXT, {"prompt": "hi", "stream": value})
         assert answer.status_code == 400
@@ -208,6 +269,7 @@ def test_nothing_is_left_of_what_was_refused(server):
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e400", b"-1e400"])
 @pytest.mark.parametrize("name", ["temperature", "top_p", "presence_penalty", "min_p"])
 def test_numbers_that_are_none(server, number, name):
+    """C02."""
     body = b'{"prompt": "hi", "max_tokens": 4, "%b": %b}' % (name.encode(), number)
     error = refused(server, TEXT, body)
     assert error["param"] == name
@@ -215,6 +277,7 @@ def test_numbers_that_are_none(server, number, name):
 
 
 def test_a_nan_in_a_corner_is_no_json_either(server):
+    """C02."""
     refused(server, TEXT, b'{"prompt": "hi", "nobody_knows": NaN}')
     refused(server, TEXT, b'{"prompt": "hi", "nobody_knows": [{"x": Infinity}]}')
     error = refused(server, TEXT, b'{"prompt": "hi", "logit_bias": {"5": NaN}}')
@@ -224,17 +287,19 @@ def test_a_nan_in_a_corner_is_no_json_either(server):
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-12, 1e-45, 5e-324, 0, 2])
 def test_small_temperatures_are_legal(server, temperature):
+    """C02."""
     assert server.complete(temperature=temperature)["usage"]["completion_tokens"] == 4
 
 
 def test_the_ends_of_the_vocabulary_are_legal(server):
+    """C03."""
     assert server.complete([0])["usage"]["prompt_tokens"] == 1
     assert server.complete([257])["usage"]["prompt_tokens"] == 1
     assert server.complete(logit_bias={"257": -100, "0": 100})
 
 
 def test_a_refusal_does_not_touch_others(start_server):
-    """A long answer goes on unchanged beside all kinds of refused requests."""
+    """C02: A long answer goes on unchanged beside all kinds of refused requests."""
     server = start_server(ScriptedExecutor(step_time=0.002))
     body = {"prompt": "long", "max_tokens": 200, "stream": True}
     with server.client.stream("POST", TEXT, json=body) as answer:
@@ -251,7 +316,7 @@ def test_a_refusal_does_not_touch_others(start_server):
 
 
 def test_null_is_the_default_and_unknown_fields_are_ignored(server):
-    """What clients send: nulls for what they have no opinion on, and fields of their own."""
+    """C06: What clients send: nulls for what they have no opinion on, and fields of their own."""
     plain = {"messages": USER, "max_tokens": 6, "temperature": 0}
     wanted = server.post(CHAT, plain).json()["choices"]
     names = [
@@ -294,6 +359,8 @@ def test_the_last_of_two_equal_keys_counts(server):
 
 
 def test_parts_are_joined_and_null_is_no_text(server):
+    """C16."""
+
     def shown(messages):
         tokens = server.post("/tokenize", {"messages": messages}).json()["tokens"]
         return bytes(tokens).decode()
@@ -319,7 +386,7 @@ def test_parts_are_joined_and_null_is_no_text(server):
     [(254, 1, 1), (255, 1, 1), (254, 16, 2), (255, 2_560, 1), (254, 2_560, 2), (250, 10**9, 6)],
 )
 def test_the_room_in_the_context(server, stream, length, max_tokens, made):
-    """``max_tokens`` beyond the room ends with ``length`` where the context does."""
+    """C08: ``max_tokens`` beyond the room ends with ``length`` where the context does."""
     body = {"prompt": [97] * length, "max_tokens": max_tokens}
     if stream:
         chunks = server.stream(TEXT, body | {"stream_options": {"include_usage": True}})
@@ -333,6 +400,7 @@ def test_the_room_in_the_context(server, stream, length, max_tokens, made):
 @pytest.mark.parametrize("length", [256, 257, 1_024])
 @pytest.mark.parametrize("max_tokens", [1, 2_560, None])
 def test_a_prompt_that_does_not_fit(server, length, max_tokens):
+    """C08."""
     before = server.metrics()["iterations"]
     for prompt in ([97] * length, "a" * length):
         body = {"prompt": prompt, "max_tokens": max_tokens}
@@ -349,7 +417,7 @@ def test_a_prompt_that_does_not_fit(server, length, max_tokens):
 
 
 def test_five_megabytes_of_text(start_server):
-    """Refused by its size alone, while others are served."""
+    """C08: Refused by its size alone, while others are served."""
     server = start_server()
     error = refused(server, TEXT, {"prompt": "a" * 5_000_000})
     assert error["code"] == "context_length_exceeded"
@@ -379,6 +447,7 @@ def test_a_long_answer_to_tokenize(server):
 
 
 def test_a_body_above_the_limit(start_server):
+    """C08."""
     server = start_server(settings={"max_request_bytes": 10_000})
     body = json.dumps({"prompt": "a" * 20_000}).encode()
     assert refused(server, TEXT, body, status=413)["code"] == "request_too_large"
@@ -389,6 +458,7 @@ def test_a_body_above_the_limit(start_server):
 
 
 def test_paths_methods_and_models(server):
+    """C01."""
     for method, path, status in (
         ("GET", "/none", 404),
         ("POST", "/v1/nothing", 404),
@@ -428,7 +498,7 @@ def test_a_full_queue(start_server):
 
 
 def test_one_refused_prompt_refuses_all(start_server):
-    """Of three prompts two have a place: nothing of any is left."""
+    """C03: Of three prompts two have a place: nothing of any is left."""
     executor = ScriptedExecutor()
     server = start_server(executor, max_num_seqs=1, max_queued_requests=1)
     executor.hold()

@@ -22,6 +22,7 @@ from chairlift.server.tenants import hash_key
 
 @pytest.mark.parametrize("isolation", ["process", "thread"])
 def test_sigterm_drains(isolation):
+    """C33."""
     with serving("--isolation", isolation) as (process, url):
         assert httpx.get(url.join("/ready")).status_code == 200
         sock = stream(url, 60)
@@ -38,6 +39,7 @@ def test_sigterm_drains(isolation):
 
 
 def test_the_grace_time_and_a_second_signal():
+    """C33."""
     with serving("--shutdown-grace", "300ms") as (process, url):
         sock = stream(url, 5_000)
         process.send_signal(signal.SIGINT)
@@ -74,6 +76,7 @@ def test_sighup_reloads(tmp_path):
 
 @pytest.mark.parametrize("isolation", ["process", "thread"])
 def test_an_engine_that_dies(isolation):
+    """C21."""
     with serving("--isolation", isolation, executor="Dying") as (process, url):
         sock = stream(url, 5_000)
         data = rest(sock)

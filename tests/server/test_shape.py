@@ -69,7 +69,7 @@ def test_a_chat_answer(server):
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_stream_says_what_the_whole_answer_says(server, path, n):
-    """One id and time in all chunks; of each choice the role, deltas, and an empty last chunk."""
+    """C18, S3: one id and time in all chunks; of each choice a role, deltas, and an empty end."""
     whole = server.post(path, body_of(path, n=n)).json()
     chunks = server.stream(path, body_of(path, n=n))
     assert chunks.count("[DONE]") == 1
@@ -98,6 +98,7 @@ def test_a_stream_says_what_the_whole_answer_says(server, path, n):
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": None}])
 def test_usage_only_where_it_is_asked_for(server, path, options):
+    """C17."""
     chunks = server.stream(path, body_of(path, stream_options=options))
     assert all(chunk["choices"] for chunk in chunks[:-1])
     assert all(chunk.get("usage") is None for chunk in chunks[:-1])
@@ -106,6 +107,7 @@ def test_usage_only_where_it_is_asked_for(server, path, options):
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("n", [1, 2])
 def test_usage_in_a_last_chunk(server, path, n):
+    """C17."""
     body = body_of(path, n=n)
     whole = server.post(path, body).json()["usage"]
     *chunks, last, done = server.stream(path, body | {"stream_options": {"include_usage": True}})
@@ -120,7 +122,7 @@ def test_usage_in_a_last_chunk(server, path, n):
 
 
 def test_a_batch_of_prompts(server):
-    """Choices are numbered prompt by prompt, and the usage is of all."""
+    """C17: Choices are numbered prompt by prompt, and the usage is of all."""
     prompts = ["one", [116, 119, 111], "three"]
     texts = ["one", "two", "three"]
     body = {"prompt": ["one", "two", "three"], "max_tokens": 3, "n": 2}
@@ -139,6 +141,7 @@ def test_a_batch_of_prompts(server):
 
 
 def test_token_ids_get_no_bos(server):
+    """C15."""
     usage = server.complete([1, 2, 3, 4, 5, 6, 7, 8])["usage"]
     assert usage["prompt_tokens"] == 8
 
@@ -154,6 +157,7 @@ def test_token_ids_get_no_bos(server):
     ],
 )
 def test_token_limits_are_exact(server, fields, count):
+    """C20."""
     body = {"messages": HELLO["messages"]} | fields
     whole = server.post(CHAT, body).json()
     assert whole["usage"]["completion_tokens"] == count
@@ -162,7 +166,7 @@ def test_token_limits_are_exact(server, fields, count):
 
 
 def test_an_end_of_sequence_counts_and_is_not_shown(start_server):
-    """The token that ended the answer is one of ``completion_tokens``; it has no text."""
+    """C20, S4: The token that ended the answer is one of ``completion_tokens``; it has no text."""
     server = start_server(ScriptedExecutor(scripts={"three": "abc"}))
     for limit, reason in ((2, "length"), (3, "length"), (4, "stop"), (9, "stop")):
         body = {"prompt": "three", "max_tokens": limit}
@@ -176,6 +180,7 @@ def test_an_end_of_sequence_counts_and_is_not_shown(start_server):
 
 
 def test_a_stop_string(start_server):
+    """C09."""
     server = start_server(ScriptedExecutor(scripts={"go": "alpha beta gamma delta"}))
     for stop in ("beta gamma", ["nothing", "beta gamma"]):
         choice = server.complete("go", stop=stop, max_tokens=50)["choices"][0]
@@ -191,7 +196,7 @@ def test_a_stop_string(start_server):
 
 
 def test_text_cannot_break_the_framing(start_server):
-    """One event is one line, whatever the text holds."""
+    """C12: One event is one line, whatever the text holds."""
     text = 'a\u2028b\u2029c\n\nd\r\ne data: [DONE]\n\n{"}\x00 \U0001f600\x85'
     server = start_server(ScriptedExecutor(scripts={"go": text}))
     size = len(text.encode()) + 1
@@ -203,6 +208,7 @@ def test_text_cannot_break_the_framing(start_server):
 
 
 def test_seeds_repeat_and_answers_differ(server):
+    """C18."""
     body = {"prompt": "x", "n": 2, "seed": 4242, "max_tokens": 8}
     first, second = (server.complete(**body)["choices"] for _ in range(2))
     assert first == second
@@ -214,6 +220,7 @@ class TestLogprobs:
 
     @pytest.mark.parametrize("top", [None, 0, 2])
     def test_chat(self, server, top):
+        """S1."""
         body = HELLO | {"logprobs": True, "top_logprobs": top}
         choice = server.post(CHAT, body).json()["choices"][0]
         content = choice["logprobs"]["content"]
@@ -233,6 +240,7 @@ class TestLogprobs:
         assert streamed == content
 
     def test_completions(self, server):
+        """S1."""
         for wanted in (0, 2):
             choice = server.complete("abc", logprobs=wanted)["choices"][0]
             logprobs = choice["logprobs"]
@@ -260,6 +268,7 @@ class TestLogprobs:
     @pytest.mark.parametrize("prompt", ["héllo", list("héllo".encode())])
     @pytest.mark.parametrize("max_tokens", [0, 2])
     def test_echo_covers_the_prompt(self, server, prompt, max_tokens):
+        """S2, C05."""
         body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": max_tokens}
         answer = server.complete(**body)
         (choice,) = answer["choices"]
@@ -291,7 +300,7 @@ class TestLogprobs:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_of_nothing_else(server, stream):
-    """``max_tokens`` 0 gives the prompt back, and the engine has nothing to do."""
+    """C05: ``max_tokens`` 0 gives the prompt back, and the engine has nothing to do."""
     before = server.metrics()["submitted"]
     body = {"prompt": ["Your answer: Yes", [104, 105]], "max_tokens": 0, "echo": True}
     if stream:

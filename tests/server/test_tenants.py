@@ -253,6 +253,8 @@ def test_prompts_are_logged_where_that_is_asked_for(start_server, caplog):
 
 
 class TestRequestIds:
+    """C25."""
+
     def test_the_clients_own(self, server):
         answer = server.post("/v1/completions", {"prompt": "x"}, headers={"x-request-id": "a-1"})
         assert answer.headers["x-request-id"] == "a-1"

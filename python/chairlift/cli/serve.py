@@ -121,7 +121,11 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     for name, default, about in (
         ("--queue-timeout", None, "longest wait, for classes that name none (no bound)"),
         ("--request-timeout", None, "longest time from a request to its end (no bound)"),
-        ("--slow-reader-timeout", 60.0, "a client that reads nothing for so long is dropped (60s)"),
+        (
+            "--slow-reader-timeout",
+            60.0,
+            "a client that does not read or send for so long is dropped (60s)",
+        ),
         ("--shutdown-grace", 30.0, "how long a drain lets requests go on (30s)"),
         ("--stall-timeout", 60.0, "a step that takes longer makes /health fail (60s)"),
     ):

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from chairlift.errors import ChairliftError
 from chairlift.server import pages
-from chairlift.server.body import INLINE_BYTES, ClientGoneError, parse_body, read_body
+from chairlift.server.body import INLINE_BYTES, ClientGoneError, parse_body
 from chairlift.server.chat import answer_chat
 from chairlift.server.completions import answer_completion
 from chairlift.server.errors import HttpError, answer_of, as_http
@@ -185,7 +185,7 @@ async def _answer(
     service.caller(headers)
     service.open_engine()
     try:
-        body = await read_body(request.receive, headers, service.settings.max_request_bytes)
+        body = await service.read_body(request.receive, headers)
         parsed = await parse_body(body, lambda data: read_request(kind, data))
         service.check_model(parsed.model)
         content = await answer(service, parsed)

@@ -23,11 +23,13 @@ class ClientGoneError(Exception):
     """The client has closed the connection."""
 
 
-async def read_body(receive: Receive, headers: Mapping[bytes, bytes], most_bytes: int) -> bytes:
-    """Read the whole body.
+async def read_body(
+    receive: Receive, headers: Mapping[bytes, bytes], *, most_bytes: int, patience: float
+) -> bytes:
+    """Read the whole body; ``patience`` is how many seconds nothing may come.
 
     Raises:
-        HttpError: 413; a longer one is not kept.
+        HttpError: 413, a longer one is not kept; 408, it does not come.
         ClientGoneError: the client left before its end.
     """
     length = headers.get(b"content-length", b"")
@@ -36,7 +38,16 @@ async def read_body(receive: Receive, headers: Mapping[bytes, bytes], most_bytes
     parts: list[bytes] = []
     num_bytes = 0
     while True:
-        message = await receive()
+        try:
+            async with asyncio.timeout(patience):
+                message = await receive()
+        except TimeoutError:
+            raise HttpError(
+                408,
+                f"nothing of the body came for {patience:g} s",
+                code="body_too_late",
+                headers={"connection": "close"},
+            ) from None
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         part = message.get("body", b"")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,10 @@ async def answer_chat(exchange: Exchange[ChatRequest], request: ChatRequest) -> 
         max_tokens=request.token_limit,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
-    messages = chat_messages(request.messages)
+    if exchange.is_long:
+        messages = await asyncio.to_thread(chat_messages, request.messages)
+    else:
+        messages = chat_messages(request.messages)
     if service.settings.log_prompts:
         exchange.record.prompt = messages
     kwargs = dict(request.chat_template_kwargs or {})

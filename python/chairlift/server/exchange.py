@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from starlette.responses import Response
 
 from chairlift.request_args import RequestOptions
-from chairlift.server.body import ClientGoneError, Message, Receive, parse_body, read_body
+from chairlift.server.body import INLINE_BYTES, ClientGoneError, Message, Receive, parse_body
 from chairlift.server.errors import HttpError, as_http, closed, invalid
 from chairlift.server.generation import Generation
 from chairlift.server.logs import RequestRecord, requests_logger
@@ -66,6 +66,8 @@ class Exchange(Response, Generic[RequestT]):
         self.service = service
         self.renames: Mapping[str, str] = {}
         """Names of the request's fields behind the engine's parameters, where they differ."""
+        self.is_long = False
+        """Whether the body is too long for work on it to be done on the event loop."""
         self._kind = kind
         self._answer = answer
         self._task: asyncio.Task[None] | None = None
@@ -190,7 +192,8 @@ class Exchange(Response, Generic[RequestT]):
         self.record.tenant = caller.tenant
         service.usage.of(caller.tenant).requests += 1
         service.open_engine()
-        body = await read_body(receive, self.headers_in, service.settings.max_request_bytes)
+        body = await service.read_body(receive, self.headers_in)
+        self.is_long = len(body) > INLINE_BYTES
         watcher = asyncio.ensure_future(self._watch(receive))
         try:
             request = await parse_body(body, lambda data: read_request(self._kind, data))

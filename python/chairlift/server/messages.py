@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -12,6 +12,12 @@ from pydantic_core import PydanticCustomError
 from chairlift.server.errors import invalid
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MOST_LEVELS = 100
+"""How deep JSON that is given to a chat template may be nested."""
+
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose first wrong entry ends the checks: to describe a million takes minutes."""
 
 
 def _whole_characters(text: str) -> str:
@@ -45,7 +51,7 @@ class Fields(BaseModel):
 class ContentPart(Fields):
     """A part of a message; only text is supported."""
 
-    type: Text
+    type: Text = Field(json_schema_extra={"enum": ["text"]})
     text: Text | None = None
 
 
@@ -54,11 +60,27 @@ class ChatMessage(Fields):
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
-    role: Text = Field(description=f"one of {', '.join(ROLES)}")
-    content: Text | list[ContentPart] | None = None
+    role: Text = Field(json_schema_extra={"enum": list(ROLES)})
+    content: Text | Items[ContentPart] | None = None
     name: Text | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Items[dict[str, Any]] | None = None
     tool_call_id: Text | None = None
+
+
+def is_deep(value: object) -> bool:
+    """Whether JSON is nested deeper than :data:`MOST_LEVELS`."""
+    layer = [value]
+    for _ in range(MOST_LEVELS + 1):
+        inner: list[object] = []
+        for entry in layer:
+            if isinstance(entry, dict):
+                inner += entry.values()
+            elif isinstance(entry, list):
+                inner += entry
+        if not inner:
+            return False
+        layer = inner
+    return True
 
 
 def shown(value: object) -> str:
@@ -89,6 +111,8 @@ def _check_message(index: int, message: ChatMessage) -> None:
             "messages",
             f"{where}.role is {shown(message.role)}; it must be one of {', '.join(ROLES)}",
         )
+    if is_deep(message.model_extra) or is_deep(message.tool_calls):
+        raise invalid("messages", f"{where} is nested deeper than {MOST_LEVELS} levels")
     content = message.content
     if content is None and not (message.role == "assistant" and message.tool_calls):
         raise invalid(
@@ -125,10 +149,9 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         try:
-            return {
-                **call,
-                "function": {**function, "arguments": json.loads(function["arguments"])},
-            }
-        except ValueError:
+            arguments = json.loads(function["arguments"])
+        except (ValueError, RecursionError):  # no JSON: the template sees the text
             return call
+        if not is_deep(arguments):
+            return {**call, "function": {**function, "arguments": arguments}}
     return call

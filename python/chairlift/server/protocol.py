@@ -15,11 +15,14 @@ from pydantic import Field, ValidationError
 from chairlift.sampling import SamplingParams
 from chairlift.server.errors import HttpError, invalid
 from chairlift.server.messages import (
+    MOST_LEVELS,
     ChatMessage,
     ContentPart,
     Fields,
+    Items,
     Text,
     check_messages,
+    is_deep,
     shown,
 )
 
@@ -28,6 +31,11 @@ MOST_ANSWERS = 128
 
 RequestT = TypeVar("RequestT", bound="Body")
 Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _from(least: float, most: float | None = None) -> dict[str, Any]:
+    """A range in the description; that a value keeps to it is checked elsewhere."""
+    return {"minimum": least} if most is None else {"minimum": least, "maximum": most}
 
 
 class Body(Fields):
@@ -57,23 +65,34 @@ class GenerationRequest(Body):
 
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = Field(1, description=f"answers to each prompt, at most {MOST_ANSWERS}")
-    temperature: Number = 1.0
-    top_p: Number = 1.0
+    n: int = Field(
+        1, description="answers to each prompt", json_schema_extra=_from(1, MOST_ANSWERS)
+    )
+    temperature: Number = Field(1.0, json_schema_extra=_from(0, 2))
+    top_p: Number = Field(1.0, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
     seed: int | None = None
-    stop: Text | list[Text] | None = None
-    presence_penalty: Number = 0.0
-    frequency_penalty: Number = 0.0
-    logit_bias: dict[str, Number] | None = None
+    stop: Text | Items[Text] | None = None
+    presence_penalty: Number = Field(0.0, json_schema_extra=_from(-2, 2))
+    frequency_penalty: Number = Field(0.0, json_schema_extra=_from(-2, 2))
+    logit_bias: Any = Field(
+        None,
+        description="by token id, from -100 to 100",
+        json_schema_extra={
+            "anyOf": [
+                {"type": "object", "additionalProperties": {"type": "number"}},
+                {"type": "null"},
+            ]
+        },
+    )
     user: Text | None = Field(None, description="a sub-flow of the tenant; shares its turn fairly")
     service_tier: Text | None = Field(None, description="auto, default, or the name of a class")
     # vLLM's extensions
-    top_k: int = 0
-    min_p: Number = 0.0
-    repetition_penalty: Number = 1.0
-    min_tokens: int = 0
+    top_k: int = Field(0, json_schema_extra=_from(-1))
+    min_p: Number = Field(0.0, json_schema_extra=_from(0, 1))
+    repetition_penalty: Number = Field(1.0, json_schema_extra={"exclusiveMinimum": 0})
+    min_tokens: int = Field(0, json_schema_extra=_from(0))
     ignore_eos: bool = False
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
@@ -98,6 +117,10 @@ class GenerationRequest(Body):
             raise invalid("n", f"n is {shown(self.n)}; it must be from 1 to {MOST_ANSWERS}")
         if self.stop == "" or (isinstance(self.stop, list) and "" in self.stop):
             raise invalid("stop", "stop has an empty string, which every text holds")
+        if not isinstance(self.logit_bias, dict | None):
+            raise invalid(
+                "logit_bias", f"logit_bias is {shown(self.logit_bias)}; it must be an object"
+            )
         if self.deadline_ms is not None and self.deadline_ms < 0:
             raise invalid(
                 "deadline_ms", f"deadline_ms is {self.deadline_ms}; it must be at least 0"
@@ -143,19 +166,22 @@ class ChatRequest(GenerationRequest):
 
     prompt_field: ClassVar[str] = "messages"
 
-    messages: list[ChatMessage]
+    messages: Items[ChatMessage] = Field(json_schema_extra={"minItems": 1})
     max_tokens: int | None = Field(None, description="left out: the room left in the context")
     max_completion_tokens: int | None = Field(None, description="of both limits the smaller holds")
     logprobs: bool = False
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Items[dict[str, Any]] | None = None
 
     def check(self) -> None:
         """Check what types cannot say."""
         super().check()
         check_messages(self.messages)
+        for name in ("chat_template_kwargs", "documents"):
+            if is_deep(getattr(self, name)):
+                raise invalid(name, f"{name} is nested deeper than {MOST_LEVELS} levels")
         for name in ("max_tokens", "max_completion_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -175,6 +201,13 @@ class ChatRequest(GenerationRequest):
         return min(limits, default=None)
 
 
+_TOKEN_IDS: dict[str, Any] = {
+    "type": "array",
+    "items": {"type": "integer", **_from(0, 2**31 - 1)},
+    "minItems": 1,
+}
+
+
 class CompletionRequest(GenerationRequest):
     """The body of ``POST /v1/completions``."""
 
@@ -184,14 +217,14 @@ class CompletionRequest(GenerationRequest):
         description="text, token ids, or a list of either",
         json_schema_extra={
             "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "array", "items": {"type": "integer"}},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                _TOKEN_IDS,
+                {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
             ]
         },
     )
-    max_tokens: int = 16
+    max_tokens: int = Field(16, json_schema_extra=_from(0))
     logprobs: int | None = None
     echo: bool = False
     best_of: int | None = Field(None, description="only the same as n")
@@ -221,7 +254,7 @@ class TokenizeRequest(Body):
     prompt_field: ClassVar[str] = "prompt"
 
     prompt: Text | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Items[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -233,6 +266,11 @@ class TokenizeRequest(Body):
             raise invalid("prompt", "give either prompt or messages")
         if self.messages is not None:
             check_messages(self.messages)
+        if is_deep(self.chat_template_kwargs):
+            raise invalid(
+                "chat_template_kwargs",
+                f"chat_template_kwargs is nested deeper than {MOST_LEVELS} levels",
+            )
 
 
 class DetokenizeRequest(Body):
@@ -240,7 +278,7 @@ class DetokenizeRequest(Body):
 
     prompt_field: ClassVar[str] = "tokens"
 
-    tokens: list[int]
+    tokens: Items[int]
 
     def check(self) -> None:
         """Check what types cannot say."""
@@ -339,12 +377,14 @@ _NAMES = frozenset(
 )
 
 
-def _biases(biases: Mapping[str, float]) -> dict[int, float]:
+def _biases(biases: Mapping[str, Any]) -> dict[int, float]:
     parsed = {}
     for key, bias in biases.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise invalid(
                 "logit_bias", f"logit_bias has the key {shown(key)}, which is no token id"
             )
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise invalid("logit_bias", f"logit_bias[{key}] is {shown(bias)}; it must be a number")
         parsed[int(key)] = bias
     return parsed

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from chairlift.config import Config, PolicyConfig
 from chairlift.config_file import load_config, naming
+from chairlift.server.body import Receive, read_body
 from chairlift.server.errors import HttpError, closed, invalid
 from chairlift.server.readings import HttpCounters
 from chairlift.server.settings import ServerSettings, effective_config
@@ -126,6 +127,21 @@ class Service:
                 code="admin_required",
             )
         return caller
+
+    async def read_body(self, receive: Receive, headers: Mapping[bytes, bytes]) -> bytes:
+        """Read a body within the bounds of the settings.
+
+        Raises:
+            HttpError: 408 or 413.
+            ClientGoneError: the client left before its end.
+        """
+        settings = self.settings
+        return await read_body(
+            receive,
+            headers,
+            most_bytes=settings.max_request_bytes,
+            patience=settings.slow_reader_timeout,
+        )
 
     def check_model(self, name: str | None) -> str:
         """The name in the answer for the name in the request.

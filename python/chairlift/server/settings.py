@@ -38,7 +38,8 @@ class ServerSettings:
     request_timeout: float | None = None
     """Longest time from a request's arrival to the end of its answer."""
     slow_reader_timeout: float = 60.0
-    """How long a client may leave what was sent unread before it is dropped."""
+    """How long a client may leave what was sent unread before it is dropped, and how long it may
+    send nothing of a body that it has begun."""
     shutdown_grace: float = 30.0
     """How long a drain lets requests go on."""
     stall_timeout: float = 60.0

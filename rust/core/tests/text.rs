@@ -159,6 +159,7 @@ fn utf8_lines() -> Vec<(String, Vec<u8>)> {
     lines
 }
 
+/// Case C12.
 #[test]
 fn every_split_of_every_line_gives_the_line() {
     let seed = 12;
@@ -251,6 +252,7 @@ fn check_against_reference(
     stopped
 }
 
+/// Case C09.
 #[test]
 fn stops_equal_the_reference_for_all_texts_of_two_letters() {
     let seed = 9;
@@ -311,6 +313,7 @@ fn stops_equal_the_reference_for_random_unicode_and_broken_bytes() {
     assert!(stopped > 10_000, "{stopped}");
 }
 
+/// Case C09.
 #[test]
 fn stops_inside_every_line_equal_the_reference() {
     let seed = 11;
@@ -419,6 +422,7 @@ fn held_back_text_is_delivered_at_the_end() {
     assert_eq!(received.text, "beta g\u{fffd}");
 }
 
+/// Case C20.
 #[test]
 fn stops_count_if_they_complete_after_min_tokens() {
     let cut = |min_tokens| {
@@ -467,6 +471,7 @@ fn children_share_the_strings_but_not_the_search() {
     assert_eq!(text, "ac");
 }
 
+/// Case C09.
 #[test]
 fn a_thousand_strings_and_two_thousand_tokens() {
     let strings: Vec<String> = (0..1_000).map(|i| format!("stop number {i:04}.")).collect();

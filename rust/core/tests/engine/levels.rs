@@ -76,6 +76,7 @@ fn chunks_of_a_higher_level_go_first_though_they_came_later() {
     harness.run_to_end();
 }
 
+/// Case C32.
 #[test]
 fn a_higher_level_gets_in_within_one_iteration_when_rows_are_full() {
     for allowed in [true, false] {
@@ -152,6 +153,7 @@ fn memory_that_a_victim_shares_with_the_newcomer_is_no_gain() {
     harness.run_to_end();
 }
 
+/// Case C32.
 #[test]
 fn who_was_just_preempted_is_spared_if_another_victim_is_there() {
     let mut harness = engine(2, 64, two_levels());
@@ -174,6 +176,7 @@ fn who_was_just_preempted_is_spared_if_another_victim_is_there() {
     harness.run_to_end();
 }
 
+/// Case C32.
 #[test]
 fn nobody_is_preempted_for_ever() {
     let mut harness = engine(1, 64, two_levels());
@@ -192,6 +195,7 @@ fn nobody_is_preempted_for_ever() {
     assert_eq!((preemptions, id), (8, 9), "the ninth waited for its end");
 }
 
+/// Case C32.
 #[test]
 fn ageing_bounds_the_wait_behind_higher_levels() {
     for bound in [Some(1_000), None] {

@@ -172,6 +172,7 @@ fn the_last_allowed_token_may_be_a_stop() {
     assert_eq!(answer.text.len() + 1, answer.tokens.len());
 }
 
+/// Case C29.
 #[test]
 fn what_can_never_run_is_refused_with_the_numbers() {
     let mut harness = Harness::new(settings());
@@ -258,6 +259,7 @@ fn one_step_is_in_flight_at_a_time() {
     }
 }
 
+/// Case C29.
 #[test]
 fn a_sequence_that_grows_to_the_whole_pool_ends_by_length() {
     // vllm#39734: within max_model_len, alone, and as large as the pool.
@@ -271,6 +273,7 @@ fn a_sequence_that_grows_to_the_whole_pool_ends_by_length() {
     assert_eq!(harness.engine.metrics().preemptions, 0);
 }
 
+/// Case C29.
 #[test]
 fn crowds_beyond_the_pool_all_finish_and_preemptions_are_bounded() {
     let mut harness = Harness::new(Settings {
@@ -314,6 +317,7 @@ fn crowds_beyond_the_pool_all_finish_and_preemptions_are_bounded() {
     assert!(metrics.preemptions < 30 * 8, "bounded: {metrics:?}");
 }
 
+/// Case C29.
 #[test]
 fn a_preempted_sequence_returns_ahead_of_fresh_ones() {
     let mut harness = Harness::new(Settings {

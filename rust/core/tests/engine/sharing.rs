@@ -8,6 +8,7 @@ use chairlift_core::request::{Finish, RequestId};
 use crate::harness::{Harness, Random, request};
 use crate::scenarios::{plain, settings};
 
+/// Case C18.
 #[test]
 fn siblings_share_the_prompt_and_part_on_write() {
     let mut harness = Harness::new(Settings {
@@ -153,6 +154,7 @@ fn a_salt_separates_and_what_was_not_computed_is_not_shared() {
     );
 }
 
+/// Case C31.
 #[test]
 fn the_cache_never_changes_an_answer() {
     let run = |enable_prefix_caching| {
