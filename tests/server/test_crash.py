@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -179,9 +180,11 @@ def test_an_engine_process_that_is_stopped():
         os.kill(engine, signal.SIGSTOP)
         try:
             wait(lambda: health(url) == 503)
-            late = connect(url, long_request(max_tokens=2))
-            wait(lambda: server_load(url) == len(socks) + 1)
-            for sock in (socks.pop(0), socks.pop(), late):
+            with connect(url, long_request(max_tokens=2)) as late:
+                status, _, body = parsed(read(late))
+            assert (status, json.loads(body)["error"]["code"]) == (503, "engine_stalled")
+            assert httpx.get(f"{url}/ready").status_code == 503
+            for sock in (socks.pop(0), socks.pop()):
                 sock.close()
             wait(lambda: server_load(url) == len(socks))
         finally:

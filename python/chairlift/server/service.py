@@ -85,6 +85,8 @@ class Service:
             return closed("the server is shutting down; use another", code="draining")
         if self._engine.end_reason is not None:
             return closed("the engine has ended; the server will stop", code="engine_dead")
+        if self.is_stalled:
+            return closed("a step of the engine takes too long; retry later", code="engine_stalled")
         return None
 
     def open_engine(self) -> AsyncEngine:
