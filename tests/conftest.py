@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 
 import pytest
 import torch
+import uvloop
 from tokenizers import Tokenizer
 
 from chairlift.default_model import GGUF_NAME
@@ -35,3 +37,19 @@ def original_model(model_directory, tmp_path_factory):
         return AutoModelForCausalLM.from_pretrained(
             alone, gguf_file=GGUF_NAME, dtype=torch.float32
         ).eval()
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request):
+    """Run a coroutine function on a fresh loop of each kind; nothing may hang."""
+    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
+
+    def go(main):
+        async def limited():
+            async with asyncio.timeout(60):
+                await main()
+
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(limited())
+
+    return go
