@@ -87,7 +87,8 @@ def test_default_parameters_are_vllms(llm):
     assert len(result.outputs[0].token_ids) == 16
 
 
-def test_many_more_prompts_than_the_queue_has_room(executor):
+def test_many_more_prompts_than_the_queue_has_room():
+    executor = ScriptedExecutor(step_time=0.003)  # time enough to be fed in
     with make(executor, max_queued_requests=3, max_num_seqs=4) as llm:
         prompts = [f"number {number}" for number in range(200)]
         results = generate(llm, prompts, tokens(5))
