@@ -192,11 +192,16 @@ fn what_can_never_run_is_refused_with_the_numbers() {
         );
         (error.code(), error.to_string())
     };
-    let (code, message) = refuse(request(9, vec![1; 64], 1));
+    let (code, message) = refuse(request(9, vec![1; 70], 1));
     assert_eq!(code, "context_length_exceeded");
     assert!(
-        message.contains("64 tokens") && message.contains("at most 63"),
+        message.contains("has 70 tokens") && message.contains("length is 64 tokens"),
         "{message}"
+    );
+    let (code, _) = refuse(request(9, vec![1; 64], 1));
+    assert_eq!(
+        code, "context_length_exceeded",
+        "no room for an output token"
     );
     assert_eq!(refuse(request(9, vec![], 1)).0, "empty_prompt");
     assert_eq!(refuse(request(9, vec![1_000], 1)).0, "token_out_of_range");
