@@ -192,10 +192,10 @@ fn what_can_never_run_is_refused_with_the_numbers() {
         );
         (error.code(), error.to_string())
     };
-    let (code, message) = refuse(request(9, vec![1; 70], 1));
+    let (code, message) = refuse(request(9, vec![1; 64], 1));
     assert_eq!(code, "context_length_exceeded");
     assert!(
-        message.contains("has 70 tokens") && message.contains("length is 64 tokens"),
+        message.contains("has 64 tokens") && message.contains("length is 64 tokens"),
         "{message}"
     );
     let (code, _) = refuse(request(9, vec![1; 64], 1));
