@@ -18,9 +18,9 @@ from chairlift.server.settings import ServerSettings
 from chairlift.testing import ScriptedExecutor
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start_server():
-    """Start servers that end with the session."""
+    """Start servers that end with the module."""
     running = []
 
     def start(executor=None, *, config=None, settings=None, **options):
@@ -82,7 +82,7 @@ def start_server():
             server.join()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(start_server):
     """One that most tests share."""
     return start_server()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 LAG_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 """Upper bounds of the buckets, in seconds; the last has none."""
-_EVERY_S = 0.02
+_EVERY_S = 0.05
 
 
 @dataclass(slots=True)
