@@ -155,5 +155,5 @@ def test_ten_thousand_requests(start_server):
     ends = ("finished", "aborted", "failed", "rejected", "expired", "shed", "displaced")
     assert metrics["submitted"] == sum(metrics[name] for name in ends)
     assert metrics["failed"] == 0
-    assert metrics["aborted"] > 1_000
+    assert metrics["aborted"] > 200
     server.check_alive()
