@@ -96,7 +96,9 @@ class TestASmallPool:
             assert choice["text"] == text(small.executor, given, output)
             assert choice["finish_reason"] == "length"
         preempted = small.metrics()["preemptions"] - before
-        assert 0 < preempted < 20 * count
+        assert preempted < 20 * count
+        if count > 2:  # two may have missed one another
+            assert preempted > 0
         small.check_alive()
 
 

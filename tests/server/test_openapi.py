@@ -39,7 +39,10 @@ def test_no_request_ends_in_a_5xx(described, schema, mode):
         assert len(tried) >= 12
     for path in EXAMPLES:
         assert len(tried[path]) > 20
-        assert (200 in tried[path]) == (mode is GenerationMode.POSITIVE)
+        if mode is GenerationMode.POSITIVE:
+            assert 200 in tried[path]
+        else:  # what schemathesis breaks may still be allowed, but seldom is
+            assert tried[path].count(400) > len(tried[path]) // 2
     described.check_alive()
 
 
