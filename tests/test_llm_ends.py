@@ -121,6 +121,15 @@ def test_two_threads_may_share_it():
     llm.shutdown()
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT raises KeyboardInterrupt, whatever ran before."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_interrupt_aborts_what_is_live():
     executor = ScriptedExecutor(step_time=0.01)
     with make(executor, max_model_len=8_000) as llm:
