@@ -126,7 +126,8 @@ def interruptible():
     """SIGINT raises KeyboardInterrupt, whatever ran before."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    if before is not None:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
