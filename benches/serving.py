@@ -64,9 +64,11 @@ def load(url: str, *flags: str) -> dict:
     return json.loads(done.stdout[done.stdout.index("{") :])
 
 
-def buckets(url: str, name: str) -> tuple[dict[float, float], float]:
+def buckets(url: str, name: str, *, key: str = "") -> tuple[dict[float, float], float]:
     """A histogram of the server: cumulative counts by upper bound, and the sum."""
-    with urllib.request.urlopen(f"{url}/metrics") as answer:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(f"{url}/metrics", headers=headers)
+    with urllib.request.urlopen(request) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         samples = [sample for family in families for sample in family.samples]
     counts = {
@@ -196,6 +198,7 @@ async def iteration_ms(url: str, *, stream: bool) -> float:
     return 1e3 * (total_after - total) / (max(counts_after.values()) - max(counts.values()))
 
 
+ROWS, CALM = 128, 8
 FLOOD = """
 [queue]
 sharing = "fair"
@@ -207,19 +210,24 @@ tenant = "calm"
 [keys.flood]
 hash = "{flood}"
 tenant = "flood"
+
+[keys.look]
+hash = "{look}"
+admin = true
 """
 
 
 def flood(args: argparse.Namespace) -> dict:
-    """One key's p99 TTFT beside a key that sends as much as it does, and beside one that floods."""
+    """One key's p99 TTFT while the other fills what it leaves of the rows, and while it floods."""
     results: dict[str, list] = {"equal_ttft_ms": [], "flood_ttft_ms": [], "iteration_p99_ms": []}
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "chairlift.toml"
-        config.write_text(FLOOD.format(calm=hash_key("calm-key"), flood=hash_key("flood-key")))
-        flags = ["--config", str(config), "--max-num-seqs", "8", "--max-num-batched-tokens", "256"]
+        hashes = {name: hash_key(f"{name}-key") for name in ("calm", "flood", "look")}
+        config.write_text(FLOOD.format(**hashes))
+        flags = ["--config", str(config), "--max-num-seqs", str(ROWS), "--max-num-batched-tokens", "512"]
         with server(*flags) as url:
             for _ in range(args.reps):
-                for name, others in (("equal_ttft_ms", 4), ("flood_ttft_ms", args.flood)):
+                for name, others in (("equal_ttft_ms", ROWS - CALM), ("flood_ttft_ms", args.flood)):
                     summary, steps = beside(url, others)
                     results[name].append(summary["ttft_ms"]["p99"])
                     if name == "flood_ttft_ms":
@@ -230,19 +238,20 @@ def flood(args: argparse.Namespace) -> dict:
 
 
 def beside(url: str, others: int) -> tuple[dict, float]:
-    """The calm key's summary with 4 at once, beside ``others`` at once of the other key."""
-    shape = ["--input-tokens", "64", "--output-tokens", "32", "--base-url", url]
+    """The calm key's summary, beside ``others`` requests at once of the other key."""
+    shape = ["--input-tokens", "64", "--output-tokens", "16-48", "--base-url", url]
     noise = [*BENCH, *shape, "--api-key", "flood-key", "--mode", "closed"]
     noise += ["--concurrency", str(others), "--duration", "600", "--num-requests", "1000000"]
-    before, _ = buckets(url, ITERATION)
+    before, _ = buckets(url, ITERATION, key="look-key")
     with subprocess.Popen(noise, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as client:
         try:
-            time.sleep(5)  # both are well under way
-            calm = ["--api-key", "calm-key", "--mode", "closed", "--concurrency", "4"]
+            time.sleep(10)  # both are well under way
+            calm = ["--api-key", "calm-key", "--mode", "closed", "--concurrency", str(CALM)]
             summary = load(url, *shape, *calm, "--num-requests", "120")
         finally:
             client.kill()
-    return summary, p99_ms(before, buckets(url, ITERATION)[0])
+    after, _ = buckets(url, ITERATION, key="look-key")
+    return summary, p99_ms(before, after)
 
 
 EXPERIMENTS = {"streams": streams, "overhead": overhead, "reading": reading, "flood": flood}
@@ -256,7 +265,7 @@ def main() -> None:
     parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--streams", type=int, default=1_000)
-    parser.add_argument("--flood", type=int, default=64, help="requests of the flood at once")
+    parser.add_argument("--flood", type=int, default=512, help="requests of the flood at once")
     args = parser.parse_args()
     print(json.dumps(EXPERIMENTS[args.experiment](args), indent=1))
 

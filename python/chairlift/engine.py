@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import random
 import threading
 import weakref
@@ -48,6 +49,10 @@ _JOIN_TIMEOUT_S = 10.0
 """How long a shutdown waits for the step that is running."""
 _LAST_JOIN_TIMEOUT_S = 0.5
 """The same for an engine that has ended: a step that it gave up was waited for long enough."""
+_SPIN_COUNT = "10000"
+"""Rounds that libgomp's threads spin for the next parallel region before they sleep. Its own 300,000
+take the core from whoever it waits for, where others need the same cores; these outlast the gaps between
+the operations of a step."""
 
 
 class TokenizerLike(Protocol):
@@ -295,6 +300,8 @@ def _given_parts(args: EngineArgs, given: Executor | str) -> _Parts:
 
 def _torch_parts(args: EngineArgs) -> _Parts:
     """Load the model into the PyTorch executor."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     from chairlift.attention import backend_names  # noqa: PLC0415  # torch is heavy
     from chairlift.hub import resolve_model  # noqa: PLC0415
     from chairlift.tokenizer import Tokenizer  # noqa: PLC0415
