@@ -11,6 +11,7 @@ use crate::iteration::join::{Padding, leaves_together, window_end};
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::{Ledger, Reserved};
 use crate::iteration::plan::StepPlan;
+use crate::iteration::progress::Progress;
 use crate::iteration::scheduler::Scheduler;
 use crate::iteration::seats::{OldestWaits, Seat};
 use crate::iteration::shares::Share;
@@ -229,6 +230,16 @@ impl Engine {
     /// What happened since it was last taken; the caller takes it by swapping in an empty batch.
     pub fn outputs(&mut self) -> &mut OutputBatch {
         &mut self.ledger.outputs
+    }
+
+    /// What was not taken yet, for whoever only looks.
+    pub fn pending_outputs(&self) -> &OutputBatch {
+        &self.ledger.outputs
+    }
+
+    /// How far the sequences of a request are; none if it is not live.
+    pub fn progress(&self, id: RequestId) -> Vec<Progress> {
+        self.ledger.progress(id)
     }
 
     /// When [`Self::on_time`] wants to be called though nothing else happens.

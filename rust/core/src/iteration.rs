@@ -9,6 +9,7 @@ pub(crate) mod lane;
 pub(crate) mod ledger;
 pub mod plan;
 pub(crate) mod preempt;
+pub mod progress;
 pub(crate) mod rows;
 pub(crate) mod scheduler;
 pub mod seats;

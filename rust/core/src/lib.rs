@@ -20,9 +20,9 @@
 //! 7. [`Engine::outputs`] holds what the clients want to know, one batch an iteration ([`output`]).
 //!
 //! [`sim`] drives all this under a virtual clock, to see what a policy does before anybody is served by
-//! it.
+//! it. [`record`] writes down what an engine is told, so that all of it can happen again.
 //!
-//! Modules use only what stands below them: sim, engine, iteration, waiting, predict, memory, and the
+//! Modules use only what stands below them: record, sim, engine, iteration, waiting, predict, memory, and the
 //! ground floor (config, error, request, output, text, metrics).
 #![forbid(unsafe_code)]
 
@@ -34,6 +34,8 @@ pub mod memory;
 pub mod metrics;
 pub mod output;
 pub mod predict;
+#[cfg(feature = "record")]
+pub mod record;
 pub mod request;
 pub mod sim;
 pub mod text;

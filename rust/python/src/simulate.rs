@@ -279,6 +279,7 @@ fn read_workload(workload: &Bound<'_, PyAny>) -> PyResult<Workload> {
         tenants: view.tenants,
         prefix_hashes,
         prefix_block_tokens: view.prefix_block_tokens,
+        max_tokens: Vec::new(),
     })
 }
 

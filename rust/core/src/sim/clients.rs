@@ -77,7 +77,8 @@ impl<'a> Clients<'a> {
     /// What it submits.
     pub(crate) fn new_request(&self, index: usize) -> NewRequest {
         let request = &self.workload.requests[index];
-        let max_tokens = self.config.max_tokens.max(request.output_tokens);
+        let own = self.workload.max_tokens.get(index).copied();
+        let max_tokens = own.unwrap_or_else(|| self.config.max_tokens.max(request.output_tokens));
         NewRequest {
             id: self.id(index),
             prompt: self.workload.prompt(index),

@@ -51,6 +51,9 @@ pub struct Workload {
     pub prefix_hashes: Vec<u32>,
     /// Prompt tokens that each of them stands for.
     pub prefix_block_tokens: u32,
+    /// `max_tokens` of each request; empty: that of the configuration, or the true length where that is
+    /// larger.
+    pub max_tokens: Vec<u32>,
 }
 
 impl Workload {

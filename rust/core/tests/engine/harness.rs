@@ -8,16 +8,17 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use chairlift_core::Vocabulary;
 use chairlift_core::config::Settings;
 use chairlift_core::error::SubmitError;
 use chairlift_core::iteration::commit::{STATUS_FAILED, STATUS_OK, StepResults};
 use chairlift_core::iteration::plan::StepPlan;
-use chairlift_core::output::{Event, TokenLogprob};
+use chairlift_core::output::{Event, OutputBatch, TokenLogprob};
+use chairlift_core::record::RecordedEngine;
 use chairlift_core::request::{
     Finish, NewRequest, RequestId, SamplingParams, StopParams, Ticket, Time,
 };
 use chairlift_core::text::TokenTable;
-use chairlift_core::{Engine, Vocabulary};
 
 pub const EOS: u32 = 0;
 
@@ -146,7 +147,7 @@ pub struct Client {
 }
 
 pub struct Harness {
-    pub engine: Engine,
+    pub engine: RecordedEngine,
     pub settings: Settings,
     pub plan: StepPlan,
     pub clients: BTreeMap<RequestId, Client>,
@@ -162,7 +163,18 @@ pub struct Harness {
 
 impl Harness {
     pub fn new(settings: Settings) -> Self {
-        let engine = Engine::new(&settings, vocabulary(settings.vocab_size)).expect("settings");
+        let engine = RecordedEngine::new(&settings, vocabulary(settings.vocab_size));
+        Self::with_engine(settings, engine.expect("settings"))
+    }
+
+    /// The same, with a flight recorder.
+    pub fn recorded(settings: Settings) -> Self {
+        let vocabulary = vocabulary(settings.vocab_size);
+        let engine = RecordedEngine::recorded(&settings, vocabulary, "a test");
+        Self::with_engine(settings, engine.expect("settings"))
+    }
+
+    fn with_engine(settings: Settings, engine: RecordedEngine) -> Self {
         let slots = settings.num_kv_blocks * settings.block_size;
         Self {
             plan: StepPlan::new(engine.limits()),
@@ -387,7 +399,8 @@ impl Harness {
 
     /// Takes the outputs and checks them against what must come.
     pub fn receive(&mut self) {
-        let batch = std::mem::take(self.engine.outputs());
+        let mut batch = OutputBatch::default();
+        self.engine.take_outputs(&mut batch);
         for event in &batch.events {
             match event {
                 Event::Scheduled { request, .. } => {

@@ -9,6 +9,7 @@ mod levels;
 mod orders;
 mod predictions;
 mod random;
+mod recording;
 mod results;
 mod scenarios;
 mod sharing;

@@ -183,23 +183,34 @@ struct Trace {
 }
 
 /// A run: random operations on one engine.
-struct Run {
+pub struct Run {
     seed: u64,
     random: Random,
-    harness: Harness,
+    pub harness: Harness,
     trace: Trace,
     next_id: u64,
     /// Requests whose place is reserved but that were not submitted yet.
     at_the_door: Vec<NewRequest>,
     in_flight: bool,
-    steps: u32,
+    pub steps: u32,
     was_reloaded: bool,
 }
 
 impl Run {
     fn new(seed: u64) -> Self {
         let mut random = Random(seed);
-        let mut harness = Harness::new(tiny_settings(&mut random));
+        let harness = Harness::new(tiny_settings(&mut random));
+        Self::with_harness(seed, random, harness)
+    }
+
+    /// The same run with a flight recorder.
+    pub fn recorded(seed: u64) -> Self {
+        let mut random = Random(seed);
+        let harness = Harness::recorded(tiny_settings(&mut random));
+        Self::with_harness(seed, random, harness)
+    }
+
+    fn with_harness(seed: u64, mut random: Random, mut harness: Harness) -> Self {
         harness.most_tokens_per_sample = [1, 1, 2, 3][random.within(0, 3) as usize];
         Self {
             seed,
@@ -215,7 +226,7 @@ impl Run {
     }
 
     /// One random operation.
-    fn operate(&mut self) {
+    pub fn operate(&mut self) {
         match self.random.within(0, 999) {
             0..=249 => self.arrive(),
             250..=309 => self.leave_the_door(),

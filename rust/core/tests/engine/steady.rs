@@ -1,22 +1,28 @@
 //! Steady state allocates nothing.
 
 use chairlift_core::config::Settings;
+use chairlift_core::output::OutputBatch;
 
 use crate::harness::{EOS, Harness, request};
 
 #[test]
 fn a_steady_decode_step_allocates_nothing() {
-    steady(64, 1);
+    steady(Harness::new, 64, 1);
 }
 
 #[test]
 fn nor_do_siblings() {
-    steady(32, 2);
+    steady(Harness::new, 32, 2);
+}
+
+#[test]
+fn nor_does_a_recorded_one() {
+    steady(Harness::recorded, 64, 1);
 }
 
 /// Counts allocations while `requests` of `n` answers each decode together.
-fn steady(requests: u64, n: u32) {
-    let mut harness = Harness::new(Settings {
+fn steady(make: fn(Settings) -> Harness, requests: u64, n: u32) {
+    let mut harness = make(Settings {
         max_num_seqs: 64,
         num_kv_blocks: 64 * 32,
         max_model_len: 512,
@@ -39,7 +45,9 @@ fn steady(requests: u64, n: u32) {
     let (mut steps, mut tokens) = (0, 0);
     let mut results = harness.execute();
     let mut allocations = 0;
-    let mut batch = std::mem::take(harness.engine.outputs());
+    let mut batch = OutputBatch::default();
+    harness.engine.take_outputs(&mut batch);
+    let mut log = Vec::with_capacity(1 << 16);
     while steps < 100 {
         let allocated = allocation_counter::measure(|| {
             assert!(harness.engine.schedule(harness.now, &mut harness.plan));
@@ -54,12 +62,17 @@ fn steady(requests: u64, n: u32) {
                 .commit(now, step, &results)
                 .expect("results that fit");
         });
-        tokens += harness.engine.outputs().token_ids.len();
-        std::mem::swap(harness.engine.outputs(), &mut batch);
+        let taken = allocation_counter::measure(|| {
+            harness.engine.take_outputs(&mut batch);
+            if let Some(recorder) = harness.engine.recorder() {
+                log = recorder.take(std::mem::take(&mut log));
+            }
+        });
+        tokens += batch.token_ids.len();
         batch.clear();
         if steps >= 2 {
             // The first two give the two output batches their size.
-            allocations += allocated.count_total + committed.count_total;
+            allocations += allocated.count_total + committed.count_total + taken.count_total;
         }
         steps += 1;
     }
