@@ -8,15 +8,13 @@
 //!
 //! A prior is never forgotten: [`PRIOR`] answers spread evenly over the bins, so about evenly over the
 //! logarithm of the length. It is all there is before the first answer has ended (the median is then
-//! some hundreds of tokens, and a high quantile whatever `max_tokens` allows), and it is what is left
+//! 2,000 tokens, and a high quantile whatever `max_tokens` allows), and it is what is left
 //! for an answer that is longer than any before it.
 
 /// Answers that a belief remembers.
 const MEMORY: u32 = 1_000;
 /// What an answer is taken to be while none has ended, in tokens.
 const FIRST_GUESS: f64 = 128.0;
-/// Answers after which a belief stands on its own.
-const ENOUGH: u32 = 16;
 /// Weight of the prior, in answers.
 const PRIOR: f64 = 2.0;
 
@@ -51,9 +49,9 @@ impl LengthBelief {
         }
     }
 
-    /// Whether so many answers were counted that no wider belief is needed.
-    pub fn is_enough(&self) -> bool {
-        self.count >= ENOUGH
+    /// Answers that were counted, at most as many as are remembered.
+    pub fn count(&self) -> u32 {
+        self.count
     }
 
     /// Mean length; a guess while no answer has ended.
@@ -197,7 +195,7 @@ mod tests {
     fn what_was_never_seen_is_left_to_the_prior() {
         let mut belief = LengthBelief::default();
         let median = belief.quantile_after(0, 0.5);
-        assert!((100..2_000).contains(&median), "{median}");
+        assert!((1_000..4_000).contains(&median), "{median}");
         for _ in 0..3_000 {
             belief.learn(100);
         }
