@@ -37,6 +37,7 @@ Duration = float | str
 OnTimeout = Literal["expire", "promote"]
 OnDoomed = Literal["keep", "relegate", "drop"]
 Sharing = Literal["fcfs", "fair"]
+MemoryAdmission = Literal["optimistic", "reserve", "forecast"]
 Order = Literal["arrival", "shortest", "footprint", "deadline", "prefix"]
 
 DURATION_UNITS = {"us": 1, "ms": 1_000, "s": 1_000_000, "m": 60_000_000, "h": 3_600_000_000}
@@ -145,6 +146,23 @@ class SheddingConfig:
         _settle(self)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    """When there is memory for a newcomer."""
+
+    admission: MemoryAdmission = "optimistic"
+    """``optimistic``: when its tokens fit now; what grows later may preempt. ``reserve``: when
+    everything that it and all that run may grow to (``max_tokens``) fits; nobody is preempted for
+    memory. ``forecast``: when the future peak of all, by what was learned of output lengths, fits."""
+    overflow: float = 0.05
+    """Share of admissions, during whose life somebody may be preempted for memory, that
+    ``forecast`` aims at; more than 0, at most 0.5."""
+
+    def __post_init__(self) -> None:
+        """Check types."""
+        _settle(self)
+
+
 Price = PriceConfig | Literal["device_time"]
 """What service costs: so much for each token, or microseconds of the iteration."""
 Join = Literal["continuous", "static"] | JoinConfig
@@ -211,13 +229,15 @@ class PolicyConfig:
     """When newcomers may join those that run."""
     preempt_to_admit: bool = True
     """Whether a request of a strictly higher level may preempt to be admitted."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """When there is memory for a newcomer."""
 
     def __post_init__(self) -> None:
         """Check types."""
         _settle(self, in_queue=QUEUE_KEYS)
 
 
-TABLES = ("classes", "tenants", "default_tenant", "shedding")
+TABLES = ("classes", "tenants", "default_tenant", "shedding", "memory")
 """Fields of the policy that are tables of their own in a file; all others stand in ``[queue]``."""
 QUEUE_KEYS = tuple(item.name for item in fields(PolicyConfig) if item.name not in TABLES)
 
@@ -436,6 +456,7 @@ _KINDS: dict[str, Callable[[object], object]] = {
     "OnDoomed": _text,
     "Sharing": _text,
     "Order": _text,
+    "MemoryAdmission": _text,
     "Price": _text_or(PriceConfig),
     "Join": _text_or(JoinConfig),
     "Classes": _named(ClassConfig),
@@ -443,6 +464,7 @@ _KINDS: dict[str, Callable[[object], object]] = {
     "Keys": _named(KeyConfig, _SecretKindError),
     "TenantConfig": _table(TenantConfig),
     "SheddingConfig": _table(SheddingConfig),
+    "MemoryConfig": _table(MemoryConfig),
     "EngineTable": _options,
     "PolicyConfig": _table(PolicyConfig),
 }

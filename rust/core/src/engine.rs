@@ -15,7 +15,7 @@ use crate::iteration::progress::Progress;
 use crate::iteration::scheduler::Scheduler;
 use crate::iteration::seats::{OldestWaits, Seat};
 use crate::iteration::shares::Share;
-use crate::metrics::{GroupMetrics, IterationMetrics, Metrics};
+use crate::metrics::{GroupMetrics, IterationMetrics, MemoryMetrics, Metrics};
 use crate::output::OutputBatch;
 use crate::request::{Finish, NewRequest, RequestId, Ticket, Time};
 use crate::request::{WaitReason, WaitTimes};
@@ -293,6 +293,19 @@ impl Engine {
     /// What iterations were like.
     pub fn iteration_metrics(&self) -> &IterationMetrics {
         &self.ledger.iterations
+    }
+
+    /// How well memory was foreseen.
+    pub fn memory_metrics(&self) -> MemoryMetrics {
+        let overflow = &self.ledger.overflow;
+        let target = self.ledger.rules.policy().memory.target();
+        MemoryMetrics {
+            ended: overflow.ended(),
+            overflowed: overflow.overflowed(),
+            overflow: overflow.realised(),
+            target: target.unwrap_or(0.0),
+            quantile: overflow.quantile(),
+        }
     }
 
     /// Who sits in each row, in the order of the rows; `None`: it is free. Looks at all that run.

@@ -105,6 +105,22 @@ impl Rejections {
     }
 }
 
+/// How well memory was foreseen. Of the admissions of sequences that have ended, or were preempted.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct MemoryMetrics {
+    /// Admissions that ended.
+    pub ended: u64,
+    /// Those of them during whose life somebody was preempted for memory.
+    pub overflowed: u64,
+    /// Gauge: the same as a share, of the last thousand or so.
+    pub overflow: f64,
+    /// Gauge: the share that the forecast aims at; 0 without a forecast.
+    pub target: f64,
+    /// Gauge: the quantile of output lengths that the forecast reckons with.
+    pub quantile: f64,
+}
+
 /// What iterations were like, of those whose results came back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]

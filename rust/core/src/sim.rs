@@ -33,6 +33,7 @@ pub use workload::{SimRequest, Workload};
 
 use crate::Engine;
 use crate::config::Settings;
+use crate::config::memory::{MemoryAdmission, MemorySettings};
 use crate::config::policy::Policy;
 use crate::error::ConfigError;
 use world::World;
@@ -137,7 +138,7 @@ where
     World::new(config, workload)?.run(observe)
 }
 
-/// Requests a second that continuous FCFS serves when the first [`CAPACITY_REQUESTS`] are all there at
+/// Requests a second that continuous FCFS with optimistic memory serves when the first [`CAPACITY_REQUESTS`] are all there at
 /// time 0: the capacity of profile, pool and workload, whatever the policy of `config` is.
 ///
 /// `None` if `observe` broke off, or there are no requests.
@@ -151,7 +152,13 @@ where
 {
     let config = SimConfig {
         settings: Settings {
-            policy: Policy::default(),
+            policy: Policy {
+                memory: MemorySettings {
+                    admission: MemoryAdmission::Optimistic,
+                    ..MemorySettings::default()
+                },
+                ..Policy::default()
+            },
             max_queued_requests: CAPACITY_REQUESTS as u32,
             max_queued_tokens: None,
             ..config.settings.clone()

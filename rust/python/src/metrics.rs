@@ -1,6 +1,6 @@
 //! What the engine can tell about itself: the core's counters and the times only the threads know.
 
-use chairlift_core::metrics::{IterationMetrics, Metrics};
+use chairlift_core::metrics::{IterationMetrics, MemoryMetrics, Metrics};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde::{Deserialize, Serialize};
@@ -14,6 +14,8 @@ pub struct EngineMetrics {
     pub core: Metrics,
     /// What iterations were like.
     pub iterations: IterationMetrics,
+    /// How well memory was foreseen.
+    pub memory: MemoryMetrics,
     /// Steps that came back from the executor, well or not.
     pub steps: u64,
     /// Steps that the executor failed.
@@ -70,6 +72,12 @@ impl EngineMetrics {
         for (name, value) in entries {
             dict.set_item(name, value)?;
         }
+        let memory = &self.memory;
+        dict.set_item("memory_lives", memory.ended)?;
+        dict.set_item("memory_overflows", memory.overflowed)?;
+        dict.set_item("memory_overflow", memory.overflow)?;
+        dict.set_item("memory_overflow_target", memory.target)?;
+        dict.set_item("memory_quantile", memory.quantile)?;
         dict.set_item("rejections", rejections(py, &core.rejections)?)?;
         dict.set_item("iteration_time", times(py, &self.iterations.time)?)?;
         dict.set_item(

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 
+use chairlift_core::config::memory::{MemoryAdmission, MemorySettings};
 use chairlift_core::config::policy::{
     ClassSettings, Join, OnDoomed, OnTimeout, Order, Policy, Price, Sharing, Shedding,
     TenantSettings,
@@ -28,6 +29,7 @@ struct PolicyView {
     join: JoinView,
     shedding: Option<SheddingView>,
     preempt_to_admit: bool,
+    memory: MemoryView,
 }
 
 #[derive(FromPyObject)]
@@ -82,6 +84,12 @@ struct SheddingView {
     below: f64,
 }
 
+#[derive(FromPyObject)]
+struct MemoryView {
+    admission: String,
+    overflow: f64,
+}
+
 /// Reads a `PolicyConfig`. Raises `ConfigError` for a choice that there is not.
 pub fn read_policy(config: &Bound<'_, PyAny>) -> PyResult<Policy> {
     let mut classes = Vec::new();
@@ -128,6 +136,14 @@ pub fn read_policy(config: &Bound<'_, PyAny>) -> PyResult<Policy> {
             below_us: microseconds(shedding.below),
         }),
         preempt_to_admit: view.preempt_to_admit,
+        memory: MemorySettings {
+            admission: choose(
+                "memory.admission",
+                &view.memory.admission,
+                &MEMORY_ADMISSION,
+            )?,
+            overflow: view.memory.overflow,
+        },
     })
 }
 
@@ -141,6 +157,11 @@ const ORDER: [(&str, Order); 5] = [
     ("prefix", Order::Prefix),
 ];
 const JOIN: [(&str, Join); 2] = [("continuous", Join::Continuous), ("static", Join::Static)];
+const MEMORY_ADMISSION: [(&str, MemoryAdmission); 3] = [
+    ("optimistic", MemoryAdmission::Optimistic),
+    ("reserve", MemoryAdmission::Reserve),
+    ("forecast", MemoryAdmission::Forecast),
+];
 const ON_TIMEOUT: [(&str, OnTimeout); 2] = [
     ("expire", OnTimeout::Expire),
     ("promote", OnTimeout::Promote),

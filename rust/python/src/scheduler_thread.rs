@@ -214,6 +214,7 @@ impl Scheduler {
         EngineMetrics {
             core: self.engine.metrics(),
             iterations: *self.engine.iteration_metrics(),
+            memory: self.engine.memory_metrics(),
             in_flight_us: since.map_or(0, |since| since.elapsed().as_micros() as u64),
             ..self.stats
         }

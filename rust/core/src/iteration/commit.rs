@@ -232,11 +232,18 @@ impl Commit<'_> {
         let sequence = &self.ledger.sequences[key.0];
         let request = sequence.request.0;
         let stop = self.ledger.requests[request].request.stop.stop.clone();
+        let num_shared_blocks = sequence.num_prompt_tokens / self.limits.block_size();
         let siblings: Vec<Sequence> = (1..)
             .zip(rows)
             .map(|(child, row)| Sequence {
                 prepaid_output,
-                ..sequence.fork(child, row, TextState::new(stop.clone()))
+                num_shared_blocks,
+                ..sequence.fork(
+                    child,
+                    row,
+                    TextState::new(stop.clone()),
+                    self.ledger.overflow.begin(),
+                )
             })
             .collect();
         let mut keys = Vec::with_capacity(siblings.len());
@@ -310,6 +317,7 @@ impl Commit<'_> {
             return false;
         };
         self.ledger.count_output(key);
+        self.ledger.learn_length(key);
         self.ledger.refund(key);
         if !stays {
             let request = self.ledger.sequences[key.0].request;

@@ -15,7 +15,8 @@ use crate::iteration::lane::Lane;
 use crate::iteration::sequence::{RequestKey, Sequence};
 use crate::metrics::{GroupMetrics, IterationMetrics, Metrics};
 use crate::output::{Event, Output, OutputBatch};
-use crate::predict::output_length::MeanLength;
+use crate::predict::output_length::LengthBelief;
+use crate::predict::overflow::OverflowControl;
 use crate::request::{EndKind, Finish, Request, RequestId, SequenceKey, Time};
 use crate::waiting::fairness::FlowKey;
 use crate::waiting::forecast::{Forecast, Stopwatch};
@@ -46,7 +47,8 @@ pub(crate) struct Ledger {
     pub(crate) since_schedule: Stopwatch,
     /// Whether overload is being shed.
     pub(crate) is_shedding: bool,
-    pub(crate) lengths: MeanLength,
+    pub(crate) lengths: LengthBelief,
+    pub(crate) overflow: OverflowControl,
     pub(crate) outputs: OutputBatch,
     pub(crate) counters: Metrics,
     pub(crate) iterations: IterationMetrics,
@@ -57,7 +59,7 @@ pub(crate) struct Ledger {
 #[derive(Default)]
 pub(crate) struct Class {
     pub(crate) door: Door,
-    pub(crate) lengths: MeanLength,
+    pub(crate) lengths: LengthBelief,
     pub(crate) metrics: GroupMetrics,
 }
 
@@ -118,7 +120,8 @@ impl Ledger {
             clocks: WaitClocks::default(),
             since_schedule: Stopwatch::default(),
             is_shedding: false,
-            lengths: MeanLength::default(),
+            lengths: LengthBelief::default(),
+            overflow: OverflowControl::default(),
             outputs: OutputBatch::default(),
             counters: Metrics::default(),
             iterations: IterationMetrics::default(),
@@ -250,9 +253,6 @@ impl Ledger {
             EndKind::Shed => counters.shed += 1,
             EndKind::Displaced => counters.displaced += 1,
         }
-        if finish.kind() == EndKind::Finished {
-            self.learn_length(class, tenant, stats.num_output_tokens / n);
-        }
         self.classes[class.0 as usize]
             .metrics
             .ended(finish, &stats, n);
@@ -264,27 +264,13 @@ impl Ledger {
         self.outputs.events.push(Event::Ended { request, stats });
     }
 
-    fn learn_length(&mut self, class: ClassId, tenant: TenantKey, tokens: u32) {
-        self.lengths.learn(tokens);
-        self.classes[class.0 as usize].lengths.learn(tokens);
-        self.tenants.get_mut(tenant).learn_length(class, tokens);
-    }
-
-    /// Output tokens that an answer of this class and tenant is expected to have.
-    pub(crate) fn expected_length(&self, class: ClassId, tenant: TenantKey) -> f64 {
-        let of_class = self.classes[class.0 as usize].lengths;
-        let wider = if of_class.is_known() {
-            of_class
-        } else {
-            self.lengths
-        };
-        self.tenants.get(tenant).length(class).or(wider)
-    }
-
     /// Drops a sequence that has ended and left running set and queue.
     pub(crate) fn discard(&mut self, key: SequenceKey) {
         let sequence = self.sequences.remove(key.0);
         debug_assert!(sequence.ended, "discarded a sequence that lives");
+        if let Some(life) = sequence.life {
+            self.end_life(life);
+        }
         let request = sequence.request.0;
         let entry = &mut self.requests[request];
         entry.sequences.retain(|&other| other != key);

@@ -132,6 +132,7 @@ pub(crate) fn preempt(
     lane.step.withdraw(key);
     ledger.refund(key);
     let sequence = &mut ledger.sequences[key.0];
+    let life = sequence.life.take();
     let granted = sequence.num_scheduled_tokens;
     sequence.reset_for_recompute(limits.block_size());
     let work = Work {
@@ -146,6 +147,9 @@ pub(crate) fn preempt(
         .request
         .stats
         .num_preemptions += 1;
+    if let Some(life) = life {
+        ledger.end_life(life);
+    }
     ledger.queue.push_returning(level, arrival, key, work);
     granted
 }

@@ -11,14 +11,14 @@
 use crate::config::Limits;
 use crate::config::policy::Order;
 use crate::iteration::commit::{leave_together, remove_ended};
+use crate::iteration::fit::{DoesNotFit, Horizon};
 use crate::iteration::join::{leaves_together, may_join};
 use crate::iteration::lane::{AtWork, Lane};
 use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
 use crate::iteration::preempt::{Lack, choose_victim, choose_victims_below, preempt};
 use crate::iteration::sequence::Sequence;
-use crate::iteration::write::{fits_resets, write_resets, write_scores, write_sequence};
-use crate::memory::blocks::PrefixMatch;
+use crate::iteration::write::{write_resets, write_scores, write_sequence};
 use crate::request::{Request, SequenceKey, Time};
 use crate::waiting::forecast::Blocked;
 use crate::waiting::queue::Next;
@@ -37,12 +37,6 @@ pub(crate) struct Scheduler<'a> {
     pub(crate) now: Time,
     /// Tokens that may still be scheduled.
     pub(crate) budget: u32,
-}
-
-/// Why the next in the queue does not join now, and what it lacks.
-struct DoesNotFit {
-    blocked: Blocked,
-    lack: Lack,
 }
 
 /// What newcomers were given.
@@ -117,6 +111,7 @@ impl Scheduler<'_> {
                 debug_assert!(false, "the pool holds one sequence of max_model_len");
                 return;
             };
+            self.ledger.overflow.preempted();
             self.budget += preempt(self.ledger, self.lane, victim, self.limits);
             // Try the same sequence again; it moved up if an older one left.
             position -= usize::from(victim < position);
@@ -273,9 +268,9 @@ impl Scheduler<'_> {
                 continue;
             }
             let key = self.choose(next);
-            let admitted = match self.admit(key) {
+            let admitted = match self.admit(key, Horizon::Future) {
                 Err(DoesNotFit { lack, .. }) if self.preempt_for(next, key, lack) => {
-                    self.admit(key)
+                    self.admit(key, Horizon::Now)
                 }
                 admitted => admitted,
             };
@@ -382,9 +377,9 @@ impl Scheduler<'_> {
     }
 
     /// Gives a waiting sequence its rows and blocks and its first chunk, or changes nothing.
-    fn admit(&mut self, key: SequenceKey) -> Result<u32, DoesNotFit> {
+    fn admit(&mut self, key: SequenceKey, horizon: Horizon) -> Result<u32, DoesNotFit> {
         let limits = self.limits;
-        let cached = self.find_room(key)?;
+        let cached = self.find_room(key, horizon)?;
         self.ledger.leave_queue(key, self.now);
         let sequence = &mut self.ledger.sequences[key.0];
         let entry = &mut self.ledger.requests[sequence.request.0];
@@ -405,6 +400,7 @@ impl Scheduler<'_> {
         sequence.joined_at_step = self.lane.step.number + 1;
         sequence.num_computed_tokens = cached.num_blocks * block_size;
         sequence.num_published_blocks = cached.num_blocks;
+        sequence.num_shared_blocks = cached.num_blocks;
         let lost = sequence.num_lost_tokens;
         self.ledger.counters.recomputed_tokens +=
             u64::from(lost.saturating_sub(sequence.num_computed_tokens));
@@ -414,49 +410,8 @@ impl Scheduler<'_> {
         let num_cached_tokens = sequence.num_computed_tokens;
         self.ledger.admitted(key, num_cached_tokens, self.now);
         self.ledger.enter_running(&mut self.lane.running, key);
+        self.has_joined(key, cached);
         Ok(chunk)
-    }
-
-    /// What the prefix cache has of a waiting sequence, if there is room for all it needs.
-    fn find_room(&mut self, key: SequenceKey) -> Result<PrefixMatch, DoesNotFit> {
-        let limits = self.limits;
-        let sequence = &mut self.ledger.sequences[key.0];
-        let request = &self.ledger.requests[sequence.request.0].request;
-        if !fits_resets(self.plan, request, sequence) {
-            return Err(DoesNotFit {
-                blocked: Blocked::Budget,
-                lack: Lack::default(),
-            });
-        }
-        let pool = &self.lane.pool;
-        let cached = if limits.prefix_caching() {
-            pool.find_prefix(sequence.usable_chain(limits.block_size()))
-        } else {
-            PrefixMatch::default()
-        };
-        // One token more than there is: the first decode must not have to preempt somebody.
-        let needed =
-            limits.blocks_for(sequence.num_tokens() + 1) - cached.num_blocks + cached.num_parked;
-        let watermark = if self.lane.running.is_empty() {
-            0
-        } else {
-            limits.watermark_blocks()
-        };
-        let lack = Lack {
-            rows: sequence
-                .num_rows()
-                .saturating_sub(self.lane.rows.num_free()),
-            blocks: (needed + watermark).saturating_sub(pool.available()),
-            num_cached_blocks: cached.num_blocks,
-        };
-        let blocked = match lack {
-            Lack {
-                rows: 0, blocks: 0, ..
-            } => return Ok(cached),
-            Lack { rows: 0, .. } => Blocked::Memory,
-            _ => Blocked::Slots,
-        };
-        Err(DoesNotFit { blocked, lack })
     }
 
     fn write_plan(&mut self) {

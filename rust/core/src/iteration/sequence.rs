@@ -16,6 +16,7 @@ use crate::iteration::rows::Row;
 use crate::iteration::tally::Payer;
 use crate::memory::blocks::{BlockCopy, BlockTable, OutOfBlocks};
 use crate::memory::prefix::{BlockHash, extend_chain};
+use crate::predict::overflow::Life;
 use crate::request::{Finish, Request, RequestId, Time};
 use crate::text::StopStrings;
 use crate::text::TextState;
@@ -127,6 +128,10 @@ pub(crate) struct Sequence {
     pub(crate) level: usize,
     /// The step that it joined at.
     pub(crate) joined_at_step: u64,
+    /// Blocks, from the start, that were somebody else's before they were its own too.
+    pub(crate) num_shared_blocks: u32,
+    /// Its life since it took memory.
+    pub(crate) life: Option<Life>,
 }
 
 /// What a sequence begins with.
@@ -185,6 +190,8 @@ impl Sequence {
             prepaid: 0,
             prepaid_output: 0,
             joined_at_step: 0,
+            num_shared_blocks: 0,
+            life: None,
             finished: None,
         }
     }
@@ -304,7 +311,7 @@ impl Sequence {
     }
 
     /// The sibling number `child`, on the same prompt and blocks, with `row` as its own.
-    pub(crate) fn fork(&self, child: u32, row: Row, text: TextState) -> Sequence {
+    pub(crate) fn fork(&self, child: u32, row: Row, text: TextState, life: Life) -> Sequence {
         let mut tokens = Vec::with_capacity(self.tokens.capacity());
         tokens.extend_from_slice(&self.tokens);
         let mut chain = Vec::with_capacity(self.chain.capacity());
@@ -344,6 +351,8 @@ impl Sequence {
             prepaid: 0,
             prepaid_output: 0,
             joined_at_step: self.joined_at_step,
+            num_shared_blocks: self.num_shared_blocks,
+            life: Some(life),
             finished: None,
         }
     }

@@ -14,7 +14,7 @@ use slab::Slab;
 
 use crate::config::policy::{ClassId, Rules, TenantRules};
 use crate::metrics::GroupMetrics;
-use crate::predict::output_length::MeanLength;
+use crate::predict::output_length::LengthBelief;
 use crate::request::{RequestId, Time};
 use crate::waiting::fairness::FlowKey;
 use crate::waiting::gate::Door;
@@ -66,7 +66,7 @@ pub struct Tenant {
     /// What became of its requests.
     pub metrics: GroupMetrics,
     /// Output lengths of its answers, by class.
-    lengths: Vec<(ClassId, MeanLength)>,
+    lengths: Vec<(ClassId, LengthBelief)>,
     is_named: bool,
     references: u32,
     rate: Option<Rate>,
@@ -77,16 +77,16 @@ impl Tenant {
     pub fn learn_length(&mut self, class: ClassId, tokens: u32) {
         let known = self.lengths.iter().position(|&(of, _)| of == class);
         let at = known.unwrap_or_else(|| {
-            self.lengths.push((class, MeanLength::default()));
+            self.lengths.push((class, LengthBelief::default()));
             self.lengths.len() - 1
         });
         self.lengths[at].1.learn(tokens);
     }
 
-    /// Lengths of its answers of a class.
-    pub fn length(&self, class: ClassId) -> MeanLength {
-        let known = self.lengths.iter().find(|&&(of, _)| of == class);
-        known.map_or_else(MeanLength::default, |&(_, length)| length)
+    /// Lengths of its answers of a class, if any ended.
+    pub fn lengths(&self, class: ClassId) -> Option<&LengthBelief> {
+        let known = self.lengths.iter().find(|(of, _)| *of == class);
+        known.map(|(_, lengths)| lengths)
     }
 
     /// Takes tokens of its rate.
