@@ -37,12 +37,14 @@ const TRUTH: Coefficients = Coefficients {
     most_tokens: 0.0,
 };
 
-/// A mixed iteration: decodes that each have an answer or several, and often prefill.
+/// A mixed iteration: decodes of short or long contexts with an answer or several, and often prefill.
+/// All terms vary on their own, or their prices could not be told apart.
 fn shape(random: &mut Random) -> StepShape {
     let mut shape = StepShape::default();
+    let samples = 1 + 3 * random.below(2);
+    let longest = 100 + random.below(8_000);
     for _ in 0..random.below(128) + u32::from(random.below(2) == 0) {
-        let samples = 1 + 3 * u32::from(random.below(4) == 0);
-        shape.add_decode(1 + random.below(4_000), samples);
+        shape.add_decode(1 + random.below(longest), samples);
     }
     if shape.sequences == 0.0 || random.below(3) == 0 {
         for _ in 0..=random.below(3) {
