@@ -5,12 +5,14 @@
 //! holds at least one sequence of `max_model_len`, and a token budget that gives every running decode
 //! its token.
 
+pub mod pace;
 pub mod policy;
 
 use std::sync::Arc;
 
 use crate::config::policy::{Policy, Rules};
 use crate::error::ConfigError;
+use crate::predict::iteration_time::Coefficients;
 use crate::text::TokenTable;
 
 /// Most blocks of a pool: a billion tokens in blocks of 16, and books of a few gigabytes.
@@ -51,6 +53,8 @@ pub struct Settings {
     /// Most steps that the executor has at once, the one that runs included; only
     /// [`MAX_IN_FLIGHT_STEPS`] today.
     pub max_in_flight_steps: u32,
+    /// What an earlier engine on the same model and device learned of iterations' time.
+    pub cost_model: Option<Coefficients>,
 }
 
 impl Default for Settings {
@@ -69,6 +73,7 @@ impl Default for Settings {
             policy: Policy::default(),
             vocab_size: 32_000,
             max_in_flight_steps: 1,
+            cost_model: None,
         }
     }
 }
@@ -150,6 +155,7 @@ impl Settings {
             let (key, value) = ("max_queued_tokens", 0);
             return Err(ConfigError::TooSmall { key, value, min: 1 });
         }
+        check_cost_model(self.cost_model)?;
         let rules = self.policy.validate()?;
         Ok(Limits {
             rules,
@@ -161,6 +167,20 @@ impl Settings {
             watermark_blocks,
         })
     }
+}
+
+/// Refuses coefficients with which time could run backwards.
+fn check_cost_model(coefficients: Option<Coefficients>) -> Result<(), ConfigError> {
+    for (name, value) in coefficients.unwrap_or_default().named() {
+        if !(0.0..=1e12).contains(&value) {
+            return Err(ConfigError::Invalid {
+                key: format!("cost_model.{name}"),
+                value: value.to_string(),
+                allowed: "from 0 to 1e12".into(),
+            });
+        }
+    }
+    Ok(())
 }
 
 /// Settings that have been checked; read-only.
@@ -244,6 +264,11 @@ impl Limits {
     /// Most steps that the executor has at once.
     pub fn max_in_flight_steps(&self) -> u32 {
         self.settings.max_in_flight_steps
+    }
+
+    /// What the cost model begins with.
+    pub fn cost_model(&self) -> Option<Coefficients> {
+        self.settings.cost_model
     }
 
     /// Blocks that hold `tokens` tokens.

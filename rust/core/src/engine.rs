@@ -14,8 +14,9 @@ use crate::iteration::plan::StepPlan;
 use crate::iteration::scheduler::Scheduler;
 use crate::iteration::seats::{OldestWaits, Seat};
 use crate::iteration::shares::Share;
-use crate::metrics::{GroupMetrics, IterationMetrics, Metrics};
+use crate::metrics::{GroupMetrics, IterationMetrics, Metrics, PaceMetrics};
 use crate::output::OutputBatch;
+use crate::predict::iteration_time::CostModel;
 use crate::request::{Finish, NewRequest, RequestId, Ticket, Time};
 use crate::request::{WaitReason, WaitTimes};
 use crate::waiting::forecast::Blocked;
@@ -282,6 +283,16 @@ impl Engine {
     /// What iterations were like.
     pub fn iteration_metrics(&self) -> &IterationMetrics {
         &self.ledger.iterations
+    }
+
+    /// What iterations took of late, and how well that was predicted.
+    pub fn pace_metrics(&self) -> PaceMetrics {
+        self.ledger.pace.metrics()
+    }
+
+    /// What iterations cost, as far as it was learned.
+    pub fn cost_model(&self) -> &CostModel {
+        &self.lane.costs
     }
 
     /// Who sits in each row, in the order of the rows; `None`: it is free. Looks at all that run.

@@ -4,6 +4,7 @@ pub(crate) mod admission;
 pub(crate) mod charge;
 pub mod commit;
 pub(crate) mod door;
+pub(crate) mod governor;
 pub mod join;
 pub(crate) mod lane;
 pub(crate) mod ledger;

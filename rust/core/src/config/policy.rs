@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::config::pace::Pace;
 use crate::error::ConfigError;
 
 /// Name of the class that exists where none is configured.
@@ -234,6 +235,8 @@ pub struct Policy {
     pub shedding: Option<Shedding>,
     /// Whether a request of a strictly higher level may preempt to be admitted.
     pub preempt_to_admit: bool,
+    /// How long iterations may take.
+    pub pace: Pace,
 }
 
 impl Default for Policy {
@@ -251,6 +254,7 @@ impl Default for Policy {
             join: Join::default(),
             shedding: None,
             preempt_to_admit: true,
+            pace: Pace::default(),
         }
     }
 }
@@ -303,6 +307,7 @@ impl Policy {
             at_least_one(key("ttft_target"), class.ttft_target_us)?;
             at_least_one(key("tpot_target"), class.tpot_target_us)?;
         }
+        self.pace.validate()?;
         self.check_prices()?;
         if !(self.ageing.is_finite() && self.ageing >= 0.0) {
             return Err(invalid(
@@ -501,7 +506,7 @@ fn check_weight(key: String, weight: f64) -> Result<(), ConfigError> {
     Err(invalid(key, weight, "from 0.001 to 1000"))
 }
 
-fn at_least_one(key: String, value: Option<u64>) -> Result<(), ConfigError> {
+pub(super) fn at_least_one(key: String, value: Option<u64>) -> Result<(), ConfigError> {
     match value {
         Some(0) => Err(invalid(key, 0, "more than 0")),
         _ => Ok(()),

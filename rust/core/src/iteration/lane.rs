@@ -2,8 +2,10 @@
 //! ledger.
 
 use crate::config::Limits;
+use crate::iteration::governor::Governor;
 use crate::iteration::rows::RowPool;
 use crate::memory::blocks::{BlockCopy, BlockPool};
+use crate::predict::iteration_time::{CostModel, StepShape};
 use crate::request::{SequenceKey, Time};
 use crate::waiting::forecast::Room;
 
@@ -20,6 +22,11 @@ pub(crate) struct Lane {
     pub(crate) is_forming: bool,
     /// What those that run hold and have still to compute, by their level.
     pub(crate) at_work: Vec<AtWork>,
+    /// What iterations cost.
+    pub(crate) costs: CostModel,
+    pub(crate) governor: Governor,
+    /// When the last results came, if somebody runs on since.
+    pub(crate) idle_since: Option<Time>,
 }
 
 /// What the running sequences of a level hold, and have still to compute.
@@ -43,6 +50,12 @@ pub(crate) struct Step {
     pub(crate) prefill_is_short: bool,
     /// Samples that its plan asks for.
     pub(crate) num_samples: usize,
+    /// What its time depends on.
+    pub(crate) shape: StepShape,
+    /// Rows of those that are done and stay for their batch.
+    pub(crate) num_padded: u64,
+    /// Since the results of the step before, if any of its sequences ran on.
+    pub(crate) gap_us: Option<u64>,
     /// Prompt tokens that it scores.
     pub(crate) num_scores: usize,
     /// One query token each: decodes, and prefill chunks of one token.
@@ -67,6 +80,9 @@ impl Lane {
                 prefill_is_short: false,
                 num_samples: 0,
                 num_scores: 0,
+                shape: StepShape::default(),
+                num_padded: 0,
+                gap_us: None,
                 decodes: Vec::with_capacity(seqs),
                 chunks: Vec::with_capacity(seqs),
                 copies: Vec::with_capacity(seqs),
@@ -74,6 +90,9 @@ impl Lane {
             in_flight: false,
             is_forming: false,
             at_work: Vec::new(),
+            costs: CostModel::new(limits.cost_model()),
+            governor: Governor::default(),
+            idle_since: None,
             pool,
         }
     }
@@ -109,6 +128,7 @@ impl Step {
         self.decodes.clear();
         self.chunks.clear();
         self.copies.clear();
+        self.num_padded = 0;
     }
 
     /// Adds a sequence with so many query tokens.
