@@ -6,12 +6,14 @@
 //! its token.
 
 pub mod memory;
+pub mod pace;
 pub mod policy;
 
 use std::sync::Arc;
 
 use crate::config::policy::{Policy, Rules};
 use crate::error::ConfigError;
+use crate::predict::iteration_time::Coefficients;
 use crate::text::TokenTable;
 
 /// Most blocks of a pool: a billion tokens in blocks of 16, and books of a few gigabytes.
@@ -52,6 +54,8 @@ pub struct Settings {
     /// Most steps that the executor has at once, the one that runs included; only
     /// [`MAX_IN_FLIGHT_STEPS`] today.
     pub max_in_flight_steps: u32,
+    /// What an earlier engine on the same model and device learned of iterations' time.
+    pub cost_model: Option<Coefficients>,
 }
 
 impl Default for Settings {
@@ -70,6 +74,7 @@ impl Default for Settings {
             policy: Policy::default(),
             vocab_size: 32_000,
             max_in_flight_steps: 1,
+            cost_model: None,
         }
     }
 }
@@ -151,6 +156,7 @@ impl Settings {
             let (key, value) = ("max_queued_tokens", 0);
             return Err(ConfigError::TooSmall { key, value, min: 1 });
         }
+        check_cost_model(self.cost_model)?;
         let rules = self.policy.validate()?;
         Ok(Limits {
             rules,
@@ -162,6 +168,20 @@ impl Settings {
             watermark_blocks,
         })
     }
+}
+
+/// Refuses coefficients with which time could run backwards.
+fn check_cost_model(coefficients: Option<Coefficients>) -> Result<(), ConfigError> {
+    for (name, value) in coefficients.unwrap_or_default().named() {
+        if !(0.0..=1e12).contains(&value) {
+            return Err(ConfigError::Invalid {
+                key: format!("cost_model.{name}"),
+                value: value.to_string(),
+                allowed: "from 0 to 1e12".into(),
+            });
+        }
+    }
+    Ok(())
 }
 
 /// Settings that have been checked; read-only.
@@ -245,6 +265,11 @@ impl Limits {
     /// Most steps that the executor has at once.
     pub fn max_in_flight_steps(&self) -> u32 {
         self.settings.max_in_flight_steps
+    }
+
+    /// What the cost model begins with.
+    pub fn cost_model(&self) -> Option<Coefficients> {
+        self.settings.cost_model
     }
 
     /// Blocks that hold `tokens` tokens.

@@ -15,8 +15,9 @@ use crate::iteration::progress::Progress;
 use crate::iteration::scheduler::Scheduler;
 use crate::iteration::seats::{OldestWaits, Seat};
 use crate::iteration::shares::Share;
-use crate::metrics::{GroupMetrics, IterationMetrics, MemoryMetrics, Metrics};
+use crate::metrics::{GroupMetrics, IterationMetrics, MemoryMetrics, Metrics, PaceMetrics};
 use crate::output::OutputBatch;
+use crate::predict::iteration_time::CostModel;
 use crate::request::{Finish, NewRequest, RequestId, Ticket, Time};
 use crate::request::{WaitReason, WaitTimes};
 use crate::waiting::forecast::Blocked;
@@ -306,6 +307,16 @@ impl Engine {
             target: target.unwrap_or(0.0),
             quantile: overflow.quantile(),
         }
+    }
+
+    /// What iterations took of late, and how well that was predicted.
+    pub fn pace_metrics(&self) -> PaceMetrics {
+        self.ledger.pace.metrics()
+    }
+
+    /// What iterations cost, as far as it was learned.
+    pub fn cost_model(&self) -> &CostModel {
+        &self.lane.costs
     }
 
     /// Who sits in each row, in the order of the rows; `None`: it is free. Looks at all that run.

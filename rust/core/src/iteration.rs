@@ -5,6 +5,7 @@ pub(crate) mod charge;
 pub mod commit;
 pub(crate) mod door;
 pub(crate) mod fit;
+pub(crate) mod governor;
 pub mod join;
 pub(crate) mod lane;
 pub(crate) mod ledger;

@@ -1,11 +1,16 @@
 //! Counters, gauges and histograms of the engine, O(1) each: of all, and by class and tenant.
 
 mod histogram;
+mod pace;
+mod recent;
 
 use crate::error::{REJECTION_CODES, SubmitError};
 use crate::request::{EndKind, Finish, RequestStats};
 
 pub use histogram::{Bounds, Histogram, ITERATION_BOUNDS_US, SIZE_BOUNDS, TIME_BOUNDS_US, bucket};
+pub use pace::PaceMetrics;
+pub(crate) use pace::{Beat, PaceBook};
+pub use recent::{RecentMoments, RecentQuantiles};
 
 /// A snapshot. Counters grow from the engine's start; gauges say what is now.
 ///

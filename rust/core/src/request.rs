@@ -252,6 +252,8 @@ pub enum WaitReason {
     Rate,
     /// Its batch is not formed yet.
     Window,
+    /// With it, those that run would decode more slowly than they were promised.
+    Sla,
 }
 
 impl WaitReason {
@@ -264,6 +266,7 @@ impl WaitReason {
             Self::Fairness => "fairness",
             Self::Rate => "rate",
             Self::Window => "window",
+            Self::Sla => "sla",
         }
     }
 }
@@ -284,6 +287,8 @@ pub struct WaitTimes {
     pub rate_us: u64,
     /// For its batch to be formed.
     pub window_us: u64,
+    /// For those that run to leave time for one more.
+    pub sla_us: u64,
 }
 
 /// How a sequence ended.

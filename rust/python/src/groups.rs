@@ -229,6 +229,7 @@ pub fn wait_times(py: Python<'_>, times: WaitTimes) -> PyResult<Bound<'_, PyDict
         (WaitReason::Fairness, times.fairness_us),
         (WaitReason::Rate, times.rate_us),
         (WaitReason::Window, times.window_us),
+        (WaitReason::Sla, times.sla_us),
     ];
     for (reason, us) in entries {
         dict.set_item(reason.name(), us as f64 / 1e6)?;

@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 
 use crate::config::memory::MemorySettings;
+use crate::config::pace::Pace;
 use crate::error::ConfigError;
 
 /// Name of the class that exists where none is configured.
@@ -237,6 +238,8 @@ pub struct Policy {
     pub preempt_to_admit: bool,
     /// How memory is shared out.
     pub memory: MemorySettings,
+    /// How long iterations may take.
+    pub pace: Pace,
 }
 
 impl Default for Policy {
@@ -255,6 +258,7 @@ impl Default for Policy {
             shedding: None,
             preempt_to_admit: true,
             memory: MemorySettings::default(),
+            pace: Pace::default(),
         }
     }
 }
@@ -307,6 +311,7 @@ impl Policy {
             at_least_one(key("ttft_target"), class.ttft_target_us)?;
             at_least_one(key("tpot_target"), class.tpot_target_us)?;
         }
+        self.pace.validate()?;
         self.check_prices()?;
         self.memory.check()?;
         if !(self.ageing.is_finite() && self.ageing >= 0.0) {
@@ -506,7 +511,7 @@ fn check_weight(key: String, weight: f64) -> Result<(), ConfigError> {
     Err(invalid(key, weight, "from 0.001 to 1000"))
 }
 
-fn at_least_one(key: String, value: Option<u64>) -> Result<(), ConfigError> {
+pub(super) fn at_least_one(key: String, value: Option<u64>) -> Result<(), ConfigError> {
     match value {
         Some(0) => Err(invalid(key, 0, "more than 0")),
         _ => Ok(()),

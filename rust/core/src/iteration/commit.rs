@@ -18,6 +18,7 @@ use crate::iteration::lane::Lane;
 use crate::iteration::ledger::Ledger;
 use crate::iteration::sequence::Sequence;
 use crate::iteration::tally::{Payer, Tally};
+use crate::metrics::Beat;
 use crate::output::{Event, Output, OutputBatch, TokenLogprob};
 use crate::request::{Finish, SequenceKey, Time};
 use crate::text::TextState;
@@ -102,6 +103,7 @@ impl Commit<'_> {
             leave_together(self.ledger, self.lane, self.now);
             remove_ended(self.ledger, self.lane);
         }
+        self.lane.idle_since = (!self.lane.running.is_empty()).then_some(self.now);
         Ok(())
     }
 
@@ -116,6 +118,14 @@ impl Commit<'_> {
         let (sequences, decodes) = (step.num_sequences() as u64, step.decodes.len() as u64);
         let iterations = &mut self.ledger.iterations;
         iterations.observe(time_us, sequences, decodes, step.num_tokens);
+        let predicted_us = self.lane.costs.observe(&step.shape, time_us as f64);
+        self.ledger.pace.observe(&Beat {
+            time_us,
+            predicted_us,
+            gap_us: step.gap_us,
+            sequences,
+            padded: step.num_padded,
+        });
         time_us.saturating_mul(1_000) / step.num_tokens.max(1)
     }
 
@@ -286,6 +296,7 @@ impl Commit<'_> {
                 .extend_from_slice(&told[..num_tokens * per_token]);
         }
         if sequence.num_output_tokens() == num_tokens as u32 {
+            sequence.first_output = self.now;
             let stats = &mut self.ledger.requests[sequence.request.0].request.stats;
             if stats.first_token.is_none() {
                 stats.first_token = Some(self.now);

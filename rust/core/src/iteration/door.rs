@@ -135,7 +135,7 @@ impl Ledger {
     /// Slots that newcomers will get: none while somebody waits for a slot or for memory.
     fn free_slots(&self, lane: &Lane) -> u32 {
         match self.clocks.blocked() {
-            Some(Blocked::Slots | Blocked::Memory) => 0,
+            Some(Blocked::Slots | Blocked::Memory | Blocked::Sla) => 0,
             Some(Blocked::Budget | Blocked::Window) | None => lane.rows.num_free(),
         }
     }

@@ -3,8 +3,10 @@
 
 use crate::config::Limits;
 use crate::iteration::fit::Foresight;
+use crate::iteration::governor::Governor;
 use crate::iteration::rows::RowPool;
 use crate::memory::blocks::{BlockCopy, BlockPool};
+use crate::predict::iteration_time::{CostModel, StepShape};
 use crate::request::{SequenceKey, Time};
 use crate::waiting::forecast::Room;
 
@@ -23,6 +25,11 @@ pub(crate) struct Lane {
     pub(crate) at_work: Vec<AtWork>,
     /// What memory those that run will need.
     pub(crate) foresight: Foresight,
+    /// What iterations cost.
+    pub(crate) costs: CostModel,
+    pub(crate) governor: Governor,
+    /// When the last results came, if somebody runs on since.
+    pub(crate) idle_since: Option<Time>,
 }
 
 /// What the running sequences of a level hold, and have still to compute.
@@ -46,6 +53,12 @@ pub(crate) struct Step {
     pub(crate) prefill_is_short: bool,
     /// Samples that its plan asks for.
     pub(crate) num_samples: usize,
+    /// What its time depends on.
+    pub(crate) shape: StepShape,
+    /// Rows of those that are done and stay for their batch.
+    pub(crate) num_padded: u64,
+    /// Since the results of the step before, if any of its sequences ran on.
+    pub(crate) gap_us: Option<u64>,
     /// Prompt tokens that it scores.
     pub(crate) num_scores: usize,
     /// One query token each: decodes, and prefill chunks of one token.
@@ -70,6 +83,9 @@ impl Lane {
                 prefill_is_short: false,
                 num_samples: 0,
                 num_scores: 0,
+                shape: StepShape::default(),
+                num_padded: 0,
+                gap_us: None,
                 decodes: Vec::with_capacity(seqs),
                 chunks: Vec::with_capacity(seqs),
                 copies: Vec::with_capacity(seqs),
@@ -78,6 +94,9 @@ impl Lane {
             is_forming: false,
             at_work: Vec::new(),
             foresight: Foresight::default(),
+            costs: CostModel::new(limits.cost_model()),
+            governor: Governor::default(),
+            idle_since: None,
             pool,
         }
     }
@@ -113,6 +132,7 @@ impl Step {
         self.decodes.clear();
         self.chunks.clear();
         self.copies.clear();
+        self.num_padded = 0;
     }
 
     /// Adds a sequence with so many query tokens.

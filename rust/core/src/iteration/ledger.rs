@@ -13,7 +13,7 @@ use crate::config::policy::{ClassId, Rules};
 use crate::iteration::charge::Prices;
 use crate::iteration::lane::Lane;
 use crate::iteration::sequence::{RequestKey, Sequence};
-use crate::metrics::{GroupMetrics, IterationMetrics, Metrics};
+use crate::metrics::{GroupMetrics, IterationMetrics, Metrics, PaceBook};
 use crate::output::{Event, Output, OutputBatch};
 use crate::predict::output_length::LengthBelief;
 use crate::predict::overflow::OverflowControl;
@@ -52,6 +52,7 @@ pub(crate) struct Ledger {
     pub(crate) outputs: OutputBatch,
     pub(crate) counters: Metrics,
     pub(crate) iterations: IterationMetrics,
+    pub(crate) pace: PaceBook,
     pub(crate) num_arrivals: u64,
 }
 
@@ -125,6 +126,7 @@ impl Ledger {
             outputs: OutputBatch::default(),
             counters: Metrics::default(),
             iterations: IterationMetrics::default(),
+            pace: PaceBook::default(),
             num_arrivals: 0,
             rules,
         }

@@ -18,7 +18,7 @@ use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
 use crate::iteration::preempt::{Lack, choose_victim, choose_victims_below, preempt};
 use crate::iteration::sequence::Sequence;
-use crate::iteration::write::{write_resets, write_scores, write_sequence};
+use crate::iteration::write::{shape_of, write_resets, write_scores, write_sequence};
 use crate::request::{Request, SequenceKey, Time};
 use crate::waiting::forecast::Blocked;
 use crate::waiting::queue::Next;
@@ -52,6 +52,7 @@ impl Scheduler<'_> {
         let number = self.lane.step.number + 1;
         self.plan.begin(number);
         self.lane.step.clear();
+        self.begin_pace();
         self.schedule_decodes();
         self.close_batch();
         self.admit_newcomers();
@@ -65,6 +66,7 @@ impl Scheduler<'_> {
         self.write_plan();
         let is_short = self.ledger.clocks.blocked() == Some(Blocked::Budget);
         let step = &mut self.lane.step;
+        step.gap_us = self.lane.idle_since.map(|since| self.now.since_us(since));
         step.number = number;
         step.since = self.now;
         step.num_tokens = self.plan.num_tokens() as u64;
@@ -78,6 +80,21 @@ impl Scheduler<'_> {
         true
     }
 
+    fn begin_pace(&mut self) {
+        let policy = self.ledger.rules.policy();
+        let num_levels = self.ledger.queue.num_levels();
+        let Lane {
+            governor, costs, ..
+        } = &mut *self.lane;
+        governor.begin(
+            policy,
+            costs,
+            self.limits.block_size(),
+            num_levels,
+            self.now,
+        );
+    }
+
     /// Gives every running sequence memory for all its tokens, and every decode its token.
     ///
     /// A prefill has that memory already. A sequence that sampled several tokens in its last step needs
@@ -88,6 +105,7 @@ impl Scheduler<'_> {
         while let Some(&key) = self.lane.running.get(position) {
             let sequence = &mut self.ledger.sequences[key.0];
             if sequence.finished.is_some() {
+                self.lane.step.num_padded += 1;
                 position += 1;
                 continue;
             }
@@ -121,6 +139,8 @@ impl Scheduler<'_> {
     /// Gives a sequence its token if it decodes.
     fn grant_decode(&mut self, key: SequenceKey) {
         let sequence = &mut self.ledger.sequences[key.0];
+        let class = self.ledger.rules.class(sequence.payer.class);
+        self.lane.governor.see(sequence, class.tpot_target_us);
         if sequence.num_remaining_tokens() == 1 {
             sequence.num_scheduled_tokens = 1;
             self.budget -= 1;
@@ -170,12 +190,20 @@ impl Scheduler<'_> {
             {
                 continue;
             }
+            let before = sequence.num_computed_tokens;
+            let in_time = self.lane.governor.most_chunk(before);
+            if in_time == 0 {
+                return;
+            }
             let remaining = sequence.num_remaining_tokens();
             let chunk = remaining
                 .min(self.budget)
-                .min(self.limits.max_chunk_tokens());
+                .min(self.limits.max_chunk_tokens())
+                .min(in_time);
             sequence.num_scheduled_tokens = chunk;
             self.budget -= chunk;
+            let samples = sequence.num_samples();
+            self.lane.governor.grant(before, chunk, samples);
             self.lane.step.add(key, chunk);
         }
     }
@@ -261,13 +289,16 @@ impl Scheduler<'_> {
                 Next::Promoted(_) => {}
                 Next::Returning(_, level) | Next::Fresh(_, level, _) => self.schedule_chunks(level),
             }
-            if self.budget == 0 {
+            if self.budget == 0 || self.lane.governor.is_spent() {
                 return Some(Blocked::Budget);
             }
             if self.hold_back(next) {
                 continue;
             }
             let key = self.choose(next);
+            if self.is_too_many(next, key) {
+                return Some(Blocked::Sla);
+            }
             let admitted = match self.admit(key, Horizon::Future) {
                 Err(DoesNotFit { lack, .. }) if self.preempt_for(next, key, lack) => {
                     self.admit(key, Horizon::Now)
@@ -353,6 +384,17 @@ impl Scheduler<'_> {
         best.0
     }
 
+    /// Whether the decodes would take too long with this one among them. Promoted ones were promised
+    /// their place.
+    fn is_too_many(&self, next: Next, key: SequenceKey) -> bool {
+        let level = match next {
+            Next::Promoted(_) => return false,
+            Next::Returning(_, level) | Next::Fresh(_, level, _) => level,
+        };
+        let newcomer = &self.ledger.sequences[key.0];
+        !self.lane.running.is_empty() && self.lane.governor.holds(newcomer, level)
+    }
+
     /// Preempts sequences of lower levels so that a newcomer fits; false, and nothing has changed, if
     /// that would not be enough.
     fn preempt_for(&mut self, next: Next, key: SequenceKey, lack: Lack) -> bool {
@@ -405,9 +447,15 @@ impl Scheduler<'_> {
         self.ledger.counters.recomputed_tokens +=
             u64::from(lost.saturating_sub(sequence.num_computed_tokens));
         let remaining = sequence.num_remaining_tokens();
-        let chunk = remaining.min(self.budget).min(limits.max_chunk_tokens());
-        sequence.num_scheduled_tokens = chunk;
         let num_cached_tokens = sequence.num_computed_tokens;
+        let in_time = self.lane.governor.most_chunk(num_cached_tokens).max(1);
+        let chunk = remaining.min(self.budget).min(limits.max_chunk_tokens());
+        let chunk = chunk.min(in_time);
+        sequence.num_scheduled_tokens = chunk;
+        let class = self.ledger.rules.class(sequence.payer.class);
+        self.lane.governor.settle(sequence, class.tpot_target_us);
+        let samples = sequence.num_samples();
+        self.lane.governor.grant(num_cached_tokens, chunk, samples);
         self.ledger.admitted(key, num_cached_tokens, self.now);
         self.ledger.enter_running(&mut self.lane.running, key);
         self.has_joined(key, cached);
@@ -415,7 +463,7 @@ impl Scheduler<'_> {
     }
 
     fn write_plan(&mut self) {
-        let step = &self.lane.step;
+        let step = &mut self.lane.step;
         self.plan.num_decodes = step.decodes.len();
         for key in step.decodes.iter().chain(&step.chunks) {
             let sequence = &self.ledger.sequences[key.0];
@@ -426,6 +474,7 @@ impl Scheduler<'_> {
                 write_scores(self.plan, sequence, scores, &request.sampling);
             }
         }
+        step.shape = shape_of(self.plan);
         let num_tokens = self.plan.token_ids.len();
         self.plan.token_sources.resize(num_tokens, SOURCE_ID);
         self.plan

@@ -108,6 +108,8 @@ pub(crate) struct Sequence {
     pub(crate) last_output: Time,
     /// Whose it is.
     pub(crate) payer: Payer,
+    /// When its first output was committed, once it has any.
+    pub(crate) first_output: Time,
 
     pub(crate) arrival: Arrival,
     /// Charged ahead for output that has not come.
@@ -186,6 +188,7 @@ impl Sequence {
             leaf: new.leaf,
             payer: new.payer,
             last_output: Time(0),
+            first_output: Time(0),
             num_charged_tokens: 0,
             prepaid: 0,
             prepaid_output: 0,
@@ -347,6 +350,7 @@ impl Sequence {
             leaf: self.leaf,
             payer: self.payer,
             last_output: self.last_output,
+            first_output: self.first_output,
             num_charged_tokens: self.num_charged_tokens,
             prepaid: 0,
             prepaid_output: 0,

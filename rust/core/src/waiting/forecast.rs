@@ -45,6 +45,8 @@ pub enum Blocked {
     Budget,
     /// The batch is formed later.
     Window,
+    /// With it, the decodes would take longer than their target.
+    Sla,
 }
 
 /// What is free now, and what is at work already.
@@ -92,7 +94,7 @@ impl Forecast {
         match blocked {
             Blocked::Slots => self.rows.measure(rows, time_us),
             Blocked::Memory => self.blocks.measure(blocks, time_us),
-            Blocked::Budget | Blocked::Window => {}
+            Blocked::Budget | Blocked::Window | Blocked::Sla => {}
         }
     }
 

@@ -22,6 +22,7 @@ pub struct Reading {
     slots_us: u64,
     memory_us: u64,
     window_us: u64,
+    sla_us: u64,
 }
 
 /// Steps of the history that are remembered.
@@ -45,6 +46,7 @@ impl WaitClocks {
             Some(Blocked::Slots) => reading.slots_us += passed,
             Some(Blocked::Memory) => reading.memory_us += passed,
             Some(Blocked::Window) => reading.window_us += passed,
+            Some(Blocked::Sla) => reading.sla_us += passed,
             Some(Blocked::Budget) | None => {}
         }
         reading.at = now;
@@ -107,6 +109,7 @@ impl WaitClocks {
             _ if self.overtaken(number).is_some() => WaitReason::Fairness,
             Some(Blocked::Slots) => WaitReason::Slots,
             Some(Blocked::Memory) => WaitReason::Memory,
+            Some(Blocked::Sla) => WaitReason::Sla,
             Some(Blocked::Budget) | None => WaitReason::Budget,
         }
     }
@@ -133,6 +136,7 @@ impl WaitClocks {
         let slots_us = take(end.slots_us - since.slots_us);
         let memory_us = take(end.memory_us - since.memory_us);
         let window_us = take(end.window_us - since.window_us);
+        let sla_us = take(end.sla_us - since.sla_us);
         WaitTimes {
             slots_us,
             memory_us,
@@ -140,6 +144,7 @@ impl WaitClocks {
             fairness_us,
             rate_us,
             window_us,
+            sla_us,
         }
     }
 }

@@ -431,7 +431,8 @@ impl Harness {
                         + waited.budget_us
                         + waited.fairness_us
                         + waited.rate_us
-                        + waited.window_us;
+                        + waited.window_us
+                        + waited.sla_us;
                     if let Some(scheduled) = stats.first_scheduled {
                         let waited = scheduled.since_us(stats.arrival);
                         assert_eq!(parts, waited, "{request}: {:?}", stats.waits);

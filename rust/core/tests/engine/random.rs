@@ -5,6 +5,7 @@ use chairlift_core::config::policy::{
     ClassSettings, Join, OnDoomed, OnTimeout, Order, Policy, Price, Sharing, Shedding,
     TenantSettings,
 };
+use chairlift_core::predict::iteration_time::Coefficients;
 use chairlift_core::request::WaitReason;
 use chairlift_core::request::{NewRequest, RequestId, Ticket, Time};
 use chairlift_core::text::{StopStrings, StopText};
@@ -41,6 +42,7 @@ fn random_policy(random: &mut Random) -> Policy {
         class.max_queued_tokens = maybe(random, 20, 20, 80).map(u64::from);
         class.max_queue_time_us = maybe(random, 50, 20, 400).map(u64::from);
         class.ttft_target_us = maybe(random, 30, 50, 2_000).map(u64::from);
+        class.tpot_target_us = maybe(random, 30, 3, 40).map(u64::from);
         class.on_timeout = [OnTimeout::Expire, OnTimeout::Promote][random.within(0, 1) as usize];
         let doomed = [OnDoomed::Keep, OnDoomed::Relegate, OnDoomed::Drop];
         class.on_doomed = doomed[random.within(0, 2) as usize];
@@ -79,6 +81,8 @@ fn random_policy(random: &mut Random) -> Policy {
         below_us: random.within(10, 99).into(),
     });
     policy.preempt_to_admit = random.chance(70);
+    policy.pace.iteration_target_us = maybe(random, 20, 3, 40).map(u64::from);
+    policy.pace.min_prefill_tokens = maybe(random, 30, 1, 4);
     policy
 }
 
@@ -119,6 +123,16 @@ fn tiny_settings(random: &mut Random) -> Settings {
         },
         vocab_size: 12,
         max_in_flight_steps: 1,
+        cost_model: random.chance(50).then(|| Coefficients {
+            t0_us: f64::from(random.within(0, 4)),
+            t_weights_us: f64::from(random.within(0, 4)),
+            t_tok_us: f64::from(random.within(1, 30)) / 10.0,
+            t_seq_us: f64::from(random.within(0, 10)) / 10.0,
+            t_ctx_us: f64::from(random.within(0, 10)) / 50.0,
+            t_pair_us: f64::from(random.within(0, 10)) / 50.0,
+            most_tokens: f64::from(random.within(1, 20)),
+            ..Coefficients::default()
+        }),
     }
 }
 

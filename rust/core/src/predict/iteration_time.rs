@@ -1,0 +1,185 @@
+//! How long an iteration will take: a cost model that is fitted while the engine runs.
+//!
+//! ```text
+//! t = t0 + t_seq * sequences + max(t_weights, t_tok * tokens) + t_ctx * (sum of the decodes' contexts)
+//!        + t_pair * (sum over prefill chunks of chunk * (context before + chunk / 2)) + t_sample * samples
+//! ```
+//! The maximum is the roofline of the linear layers: reading the weights, or the tokens' arithmetic; the
+//! next two terms are attention. Every coefficient is at least 0.
+//!
+//! It is recursive least squares with forgetting, kept as sums of products rather than as their inverse
+//! (`moments`): a prior that is never forgotten holds what the load does not show, and terms that come
+//! and go together share their time. Sums are kept apart by the number of tokens, so that a long stretch
+//! of decodes does not wear away what prefill costs, and so that the maximum's knee can be chosen among
+//! their borders (`fit`). An iteration counts by its relative error, and one that was stalled from
+//! outside is cut to a few times the usual.
+//!
+//! All arithmetic is plain, in a fixed order: the same log gives the same model, to the bit.
+
+mod fit;
+mod moments;
+
+pub use fit::Coefficients;
+
+use crate::metrics::{RecentMoments, RecentQuantiles};
+use crate::predict::iteration_time::fit::Fit;
+use crate::predict::iteration_time::moments::{BinnedMoments, Row, bin_of};
+
+/// Iterations before the model says anything.
+const FEWEST: u64 = 32;
+/// Iterations between two fits.
+const FIT_EVERY: u64 = 16;
+/// Iterations of about the same size before one of them can be an outlier.
+const FAMILIAR: f64 = 16.0;
+/// An outlier is cut to this many times the mean relative error.
+const CLIP: f64 = 4.0;
+/// The mean relative error is taken to be this much at least.
+const LEAST_ERROR: f64 = 0.02;
+/// Power of two of the smallest ratio of measured to predicted time that is told apart.
+const LOWEST_RATIO: i32 = -8;
+
+/// What is in an iteration, as far as its time depends on it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StepShape {
+    /// Sequences in it.
+    pub sequences: f64,
+    /// Tokens to compute.
+    pub tokens: f64,
+    /// Sum of the contexts of the sequences with one token, that token included.
+    pub decode_context: f64,
+    /// Sum over the other sequences of chunk * (context before + chunk / 2).
+    pub prefill_pairs: f64,
+    /// Rows of logits that are sampled.
+    pub samples: f64,
+}
+
+impl StepShape {
+    /// Adds a sequence with one token, which has a context of `context` tokens with it, and `samples`
+    /// answers.
+    pub fn add_decode(&mut self, context: u32, samples: u32) {
+        self.sequences += 1.0;
+        self.tokens += 1.0;
+        self.decode_context += f64::from(context);
+        self.samples += f64::from(samples);
+    }
+
+    /// Adds a prefill chunk after `before` tokens of context.
+    pub fn add_chunk(&mut self, before: u32, chunk: u32, samples: u32) {
+        self.sequences += 1.0;
+        self.tokens += f64::from(chunk);
+        self.prefill_pairs += pairs(before, chunk);
+        self.samples += f64::from(samples);
+    }
+}
+
+/// Pairs of a chunk's tokens and those before each.
+pub fn pairs(before: u32, chunk: u32) -> f64 {
+    let chunk = f64::from(chunk);
+    chunk * (f64::from(before) + chunk / 2.0)
+}
+
+/// The cost model.
+#[derive(Clone, Debug)]
+pub struct CostModel {
+    fit: Fit,
+    moments: BinnedMoments,
+    num_observations: u64,
+    was_loaded: bool,
+    /// Measured over predicted, each before it was learned from.
+    ratios: RecentQuantiles,
+    /// The relative error's absolute value.
+    error: RecentMoments,
+    /// Most tokens of an iteration that was learned from.
+    most_tokens: f64,
+}
+
+impl Default for CostModel {
+    fn default() -> Self {
+        Self::new(None)
+    }
+}
+
+impl CostModel {
+    /// A model that begins with what another had learned, or with nothing.
+    pub fn new(loaded: Option<Coefficients>) -> Self {
+        Self {
+            fit: Fit::new(loaded),
+            moments: BinnedMoments::default(),
+            num_observations: 0,
+            was_loaded: loaded.is_some(),
+            ratios: RecentQuantiles::new(LOWEST_RATIO),
+            error: RecentMoments::default(),
+            most_tokens: loaded.map_or(0.0, |loaded| loaded.most_tokens),
+        }
+    }
+
+    /// Whether it has seen enough to predict.
+    pub fn is_known(&self) -> bool {
+        self.was_loaded || self.num_observations >= FEWEST
+    }
+
+    /// Iterations that it has learned from, without those of a loaded model.
+    pub fn num_observations(&self) -> u64 {
+        self.num_observations
+    }
+
+    /// Microseconds that an iteration will take; `None` while too little is known.
+    pub fn predict(&self, shape: &StepShape) -> Option<f64> {
+        self.is_known().then(|| self.fit.coefficients().time(shape))
+    }
+
+    /// Microseconds that such an iteration does not exceed with probability `q`.
+    pub fn quantile(&self, shape: &StepShape, q: f64) -> Option<f64> {
+        let predicted = self.predict(shape)?;
+        Some(predicted * self.ratios.quantile(q).unwrap_or(1.0))
+    }
+
+    /// What it has learned; `None` while too little is known.
+    pub fn coefficients(&self) -> Option<Coefficients> {
+        let most_tokens = self.most_tokens;
+        self.is_known().then(|| Coefficients {
+            most_tokens,
+            ..*self.fit.coefficients()
+        })
+    }
+
+    /// Most tokens of an iteration that it has learned from: beyond it, it is a guess.
+    pub fn most_tokens(&self) -> f64 {
+        self.most_tokens
+    }
+
+    /// Mean absolute relative error of its predictions of late.
+    pub fn mean_error(&self) -> f64 {
+        self.error.mean()
+    }
+
+    /// Learns from an iteration that took `time_us`; returns what it had predicted.
+    pub fn observe(&mut self, shape: &StepShape, time_us: f64) -> Option<f64> {
+        let time_us = time_us.max(1.0);
+        let predicted = self.predict(shape);
+        let bin = bin_of(shape.tokens);
+        let (mut learned, mut scale) = (time_us, time_us);
+        if let Some(predicted) = predicted.map(|time| time.max(1.0)) {
+            let ratio = time_us / predicted;
+            if self.moments.weight(bin) >= FAMILIAR {
+                let most = CLIP * self.error.mean().max(LEAST_ERROR);
+                learned = predicted * ratio.clamp(1.0 - most, 1.0 + most);
+            }
+            scale = learned.max(predicted);
+            self.ratios.observe(ratio);
+            self.error.observe((ratio - 1.0).abs().min(1.0));
+        }
+        self.moments.add(bin, &Row::new(shape, learned, scale));
+        self.num_observations += 1;
+        self.most_tokens = self.most_tokens.max(shape.tokens);
+        let count = self.num_observations;
+        if count.is_power_of_two() || count.is_multiple_of(FIT_EVERY) {
+            // Early, and ever more rarely, all places for the knee are tried; else a few.
+            self.fit.update(&self.moments, count.is_power_of_two());
+        }
+        predicted
+    }
+}
+
+#[cfg(test)]
+mod tests;
