@@ -5,6 +5,7 @@
 //! holds at least one sequence of `max_model_len`, and a token budget that gives every running decode
 //! its token.
 
+pub mod memory;
 pub mod policy;
 
 use std::sync::Arc;

@@ -1,3 +1,4 @@
-//! What is not known yet: how long answers will be.
+//! What is not known yet: how long answers will be, and when memory comes free.
 
 pub mod output_length;
+pub mod reservation;

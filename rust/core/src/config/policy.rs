@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::config::memory::MemorySettings;
 use crate::error::ConfigError;
 
 /// Name of the class that exists where none is configured.
@@ -234,6 +235,8 @@ pub struct Policy {
     pub shedding: Option<Shedding>,
     /// Whether a request of a strictly higher level may preempt to be admitted.
     pub preempt_to_admit: bool,
+    /// How memory is handed out while it is short.
+    pub memory: MemorySettings,
 }
 
 impl Default for Policy {
@@ -251,6 +254,7 @@ impl Default for Policy {
             join: Join::default(),
             shedding: None,
             preempt_to_admit: true,
+            memory: MemorySettings::default(),
         }
     }
 }
@@ -304,6 +308,7 @@ impl Policy {
             at_least_one(key("tpot_target"), class.tpot_target_us)?;
         }
         self.check_prices()?;
+        self.memory.validate()?;
         if !(self.ageing.is_finite() && self.ageing >= 0.0) {
             return Err(invalid(
                 "queue.ageing",

@@ -2,6 +2,7 @@
 //! ledger.
 
 use crate::config::Limits;
+use crate::iteration::backfill::Backfilling;
 use crate::iteration::rows::RowPool;
 use crate::memory::blocks::{BlockCopy, BlockPool};
 use crate::request::{SequenceKey, Time};
@@ -20,6 +21,8 @@ pub(crate) struct Lane {
     pub(crate) is_forming: bool,
     /// What those that run hold and have still to compute, by their level.
     pub(crate) at_work: Vec<AtWork>,
+    /// Who goes ahead of the first of the queue while that does not fit.
+    pub(crate) backfill: Backfilling,
 }
 
 /// What the running sequences of a level hold, and have still to compute.
@@ -74,6 +77,7 @@ impl Lane {
             in_flight: false,
             is_forming: false,
             at_work: Vec::new(),
+            backfill: Backfilling::default(),
             pool,
         }
     }

@@ -6,7 +6,8 @@
 //! of all its tokens at once (less what the prefix cache has), so only sequences that have sampled ever
 //! ask for more memory; they preempt, and so may a newcomer of a strictly higher level.
 //!
-//! Newcomers join in the queue's order; the first that does not fit holds up those behind it.
+//! Newcomers join in the queue's order. The first that does not fit holds up those behind it, but for
+//! whom backfill ([`crate::iteration::backfill`]) lets go ahead.
 
 use crate::config::Limits;
 use crate::config::policy::Order;
@@ -15,7 +16,7 @@ use crate::iteration::join::{leaves_together, may_join};
 use crate::iteration::lane::{AtWork, Lane};
 use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
-use crate::iteration::preempt::{Lack, choose_victim, choose_victims_below, preempt};
+use crate::iteration::preempt::{Lack, choose_victim, choose_victims_for, preempt};
 use crate::iteration::sequence::Sequence;
 use crate::iteration::write::{fits_resets, write_resets, write_scores, write_sequence};
 use crate::memory::blocks::PrefixMatch;
@@ -40,14 +41,14 @@ pub(crate) struct Scheduler<'a> {
 }
 
 /// Why the next in the queue does not join now, and what it lacks.
-struct DoesNotFit {
+pub(crate) struct DoesNotFit {
     blocked: Blocked,
     lack: Lack,
 }
 
 /// What newcomers were given.
 #[derive(Default)]
-struct Handed {
+pub(crate) struct Handed {
     rows: u64,
     blocks: u64,
 }
@@ -58,6 +59,7 @@ impl Scheduler<'_> {
         let number = self.lane.step.number + 1;
         self.plan.begin(number);
         self.lane.step.clear();
+        self.forget_gone_head();
         self.schedule_decodes();
         self.close_batch();
         self.admit_newcomers();
@@ -113,7 +115,7 @@ impl Scheduler<'_> {
             if self.empty_a_finished_one() {
                 continue;
             }
-            let Some(victim) = choose_victim(self.ledger, self.lane) else {
+            let Some(victim) = choose_victim(self.ledger, self.lane, block_size) else {
                 debug_assert!(false, "the pool holds one sequence of max_model_len");
                 return;
             };
@@ -154,7 +156,7 @@ impl Scheduler<'_> {
 
     /// Schedules prefill chunks of running sequences of level number `lowest` and above, the highest
     /// level first.
-    fn schedule_chunks(&mut self, lowest: usize) {
+    pub(crate) fn schedule_chunks(&mut self, lowest: usize) {
         for level in 0..=lowest {
             if self.lane.step.num_sequences() == self.lane.running.len() || self.budget == 0 {
                 return;
@@ -261,7 +263,7 @@ impl Scheduler<'_> {
         if let Some(blocked) = self.without_rows() {
             return Some(blocked);
         }
-        while let Some(next) = self.ledger.queue.peek() {
+        while let Some(next) = self.next_in_line() {
             match next {
                 Next::Promoted(_) => {}
                 Next::Returning(_, level) | Next::Fresh(_, level, _) => self.schedule_chunks(level),
@@ -273,31 +275,48 @@ impl Scheduler<'_> {
                 continue;
             }
             let key = self.choose(next);
-            let admitted = match self.admit(key) {
+            let admitted = match self.admit(key, false) {
                 Err(DoesNotFit { lack, .. }) if self.preempt_for(next, key, lack) => {
-                    self.admit(key)
+                    self.admit(key, false)
                 }
                 admitted => admitted,
             };
             match admitted {
                 Ok(chunk) => {
-                    self.budget -= chunk;
-                    self.lane.step.add(key, chunk);
                     if let Next::Fresh(first, _, leaf) = next {
                         self.ledger.queue.left(leaf, key == first);
                     }
-                    let sequence = &mut self.ledger.sequences[key.0];
-                    if let Next::Promoted(_) = next {
-                        // It stays ahead of those it went ahead of, or they would take its place.
-                        sequence.level = 0;
-                    }
-                    handed.rows += u64::from(sequence.num_rows());
-                    handed.blocks += sequence.table.blocks().len() as u64;
+                    self.lane.backfill.joined(key);
+                    self.start_newcomer(next, key, chunk, handed);
                 }
-                Err(DoesNotFit { blocked, .. }) => return Some(blocked),
+                Err(DoesNotFit { blocked, lack }) => {
+                    if matches!(blocked, Blocked::Memory | Blocked::Slots) {
+                        self.backfill(key, lack, handed);
+                    }
+                    return Some(blocked);
+                }
             }
         }
         None
+    }
+
+    /// Gives an admitted sequence its place in the step.
+    pub(crate) fn start_newcomer(
+        &mut self,
+        next: Next,
+        key: SequenceKey,
+        chunk: u32,
+        handed: &mut Handed,
+    ) {
+        self.budget -= chunk;
+        self.lane.step.add(key, chunk);
+        let sequence = &mut self.ledger.sequences[key.0];
+        if let Next::Promoted(_) = next {
+            // It stays ahead of those it went ahead of, or they would take its place.
+            sequence.level = 0;
+        }
+        handed.rows += u64::from(sequence.num_rows());
+        handed.blocks += sequence.table.blocks().len() as u64;
     }
 
     /// Sets the next request aside if its tenant's bounds say so; then somebody else is next.
@@ -332,7 +351,8 @@ impl Scheduler<'_> {
         let Next::Fresh(_, _, leaf) = next else {
             return first;
         };
-        if self.ledger.rules.policy().order != Order::Prefix || !self.limits.prefix_caching() {
+        let by_prefix = self.ledger.rules.policy().order == Order::Prefix;
+        if !by_prefix || !self.limits.prefix_caching() || self.lane.backfill.is_head(first) {
             return first;
         }
         let mut best = (first, 0);
@@ -358,10 +378,11 @@ impl Scheduler<'_> {
         best.0
     }
 
-    /// Preempts sequences of lower levels so that a newcomer fits; false, and nothing has changed, if
-    /// that would not be enough.
+    /// Preempts a newcomer's guests, and sequences of lower levels, so that it fits; false, and nothing
+    /// has changed, if that would not be enough.
     fn preempt_for(&mut self, next: Next, key: SequenceKey, lack: Lack) -> bool {
-        if !self.ledger.rules.policy().preempt_to_admit || lack.blocks + lack.rows == 0 {
+        let below = self.ledger.rules.policy().preempt_to_admit;
+        if !(below || self.lane.backfill.is_head(key)) || lack.blocks + lack.rows == 0 {
             return false;
         }
         // Where it waits counts: best effort preempts nobody, whatever its class.
@@ -369,7 +390,8 @@ impl Scheduler<'_> {
             Next::Promoted(_) => self.ledger.sequences[key.0].level,
             Next::Returning(_, level) | Next::Fresh(_, level, _) => level,
         };
-        let Some(victims) = choose_victims_below(self.ledger, self.lane, key, level, lack) else {
+        let level = below.then_some(level);
+        let Some(victims) = choose_victims_for(self.ledger, self.lane, key, level, lack) else {
             return false;
         };
         for victim in victims {
@@ -381,11 +403,12 @@ impl Scheduler<'_> {
         true
     }
 
-    /// Gives a waiting sequence its rows and blocks and its first chunk, or changes nothing.
-    fn admit(&mut self, key: SequenceKey) -> Result<u32, DoesNotFit> {
+    /// Gives a waiting sequence its rows and blocks and its first chunk, or changes nothing. `is_guest`
+    /// says that it goes ahead of the first of the queue.
+    pub(crate) fn admit(&mut self, key: SequenceKey, is_guest: bool) -> Result<u32, DoesNotFit> {
         let limits = self.limits;
         let cached = self.find_room(key)?;
-        self.ledger.leave_queue(key, self.now);
+        self.ledger.leave_queue(key, is_guest, self.now);
         let sequence = &mut self.ledger.sequences[key.0];
         let entry = &mut self.ledger.requests[sequence.request.0];
         let block_size = limits.block_size();
@@ -418,7 +441,7 @@ impl Scheduler<'_> {
     }
 
     /// What the prefix cache has of a waiting sequence, if there is room for all it needs.
-    fn find_room(&mut self, key: SequenceKey) -> Result<PrefixMatch, DoesNotFit> {
+    pub(crate) fn find_room(&mut self, key: SequenceKey) -> Result<PrefixMatch, DoesNotFit> {
         let limits = self.limits;
         let sequence = &mut self.ledger.sequences[key.0];
         let request = &self.ledger.requests[sequence.request.0].request;

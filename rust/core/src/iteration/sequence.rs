@@ -127,6 +127,8 @@ pub(crate) struct Sequence {
     pub(crate) level: usize,
     /// The step that it joined at.
     pub(crate) joined_at_step: u64,
+    /// Number of the request that it was let in ahead of, on the promise to be out of its way in time.
+    pub(crate) guest_of: Option<u64>,
 }
 
 /// What a sequence begins with.
@@ -185,6 +187,7 @@ impl Sequence {
             prepaid: 0,
             prepaid_output: 0,
             joined_at_step: 0,
+            guest_of: None,
             finished: None,
         }
     }
@@ -344,6 +347,7 @@ impl Sequence {
             prepaid: 0,
             prepaid_output: 0,
             joined_at_step: self.joined_at_step,
+            guest_of: self.guest_of,
             finished: None,
         }
     }
