@@ -3,7 +3,7 @@
 //! The first that lacks memory or rows (the head) gets a reservation: the iteration at which it will fit
 //! by prediction ([`crate::predict::reservation`]; EASY, Lifka, JSSPP'95). Of those behind it, a bounded
 //! number is looked at in an iteration, in the queue's order; who fits now, and does not move that start,
-//! joins as the head's guest. The reservation is sticky: until the head is admitted, ends, is held or is
+//! joins as the head's guest. The reservation is sticky: from the first time on that somebody asked, until the head is admitted, ends, is held or is
 //! overtaken by something more important (a higher level, a promoted request, a preempted sequence), no
 //! request of its own level takes its place, however shares and orders change meanwhile.
 //!
@@ -40,7 +40,7 @@ pub(crate) struct Backfilling {
 struct Reservation {
     head: SequenceKey,
     arrival: Arrival,
-    /// The iteration at which it will fit; none while nobody asked to go ahead.
+    /// The iteration at which it will fit; none once somebody more important was admitted first.
     start: Option<u64>,
 }
 
@@ -124,27 +124,20 @@ impl Scheduler<'_> {
         if mode == Backfill::Off || leaves_together(join) {
             return;
         }
-        let mut state = std::mem::take(&mut self.lane.backfill);
-        if !state.is_head(head) {
-            state.reservation = (mode == Backfill::Easy).then(|| Reservation {
-                head,
-                arrival: self.ledger.sequences[head.0].arrival,
-                start: None,
-            });
+        if !self.has_room_for_anybody() || self.ledger.queue.len() == 1 {
+            return;
         }
-        if self.has_room_for_anybody() && self.ledger.queue.len() > 1 {
-            self.ledger
-                .queue
-                .collect_behind(head, count, &mut state.behind);
-            let bounded = self.bounded_tenant(head);
-            for at in 0..state.behind.found.len() {
-                if !self.has_room_for_anybody() {
-                    break;
-                }
-                let next = state.behind.found[at];
-                if self.may_join_now(next, bounded) {
-                    self.offer(&mut state, next, lack, handed);
-                }
+        let mut state = std::mem::take(&mut self.lane.backfill);
+        let queue = &self.ledger.queue;
+        queue.collect_behind(head, count, &mut state.behind);
+        let bounded = self.bounded_tenant(head);
+        for at in 0..state.behind.found.len() {
+            if !self.has_room_for_anybody() {
+                break;
+            }
+            let next = state.behind.found[at];
+            if self.may_join_now(next, bounded) {
+                self.offer(&mut state, head, lack, next, handed);
             }
         }
         self.lane.backfill = state;
@@ -181,7 +174,14 @@ impl Scheduler<'_> {
     }
 
     /// Admits a candidate if it fits and does not move the head's start.
-    fn offer(&mut self, state: &mut Backfilling, next: Next, lack: Lack, handed: &mut Handed) {
+    fn offer(
+        &mut self,
+        state: &mut Backfilling,
+        head: SequenceKey,
+        lack: Lack,
+        next: Next,
+        handed: &mut Handed,
+    ) {
         let key = next.sequence();
         if let Next::Returning(_, level) | Next::Fresh(_, level, _) = next {
             self.schedule_chunks(level);
@@ -192,9 +192,12 @@ impl Scheduler<'_> {
         let Ok(cached) = self.find_room(key) else {
             return;
         };
-        let head = state.reservation.as_ref().map(|head| head.arrival.request);
-        if head.is_some() && !self.keeps_the_promise(state, key, cached, lack) {
-            return;
+        let is_easy = self.mode() == Backfill::Easy;
+        if is_easy {
+            let start = self.promise(state, head, lack);
+            if !self.is_out_of_the_way(state, key, cached, start) {
+                return;
+            }
         }
         let is_first = match next {
             Next::Fresh(_, _, leaf) => self.ledger.queue.is_first(leaf, key).then_some(leaf),
@@ -206,34 +209,49 @@ impl Scheduler<'_> {
         if let Some(leaf) = is_first {
             self.ledger.queue.left(leaf, true);
         }
-        self.ledger.sequences[key.0].guest_of = head;
+        let number = self.ledger.sequences[head.0].arrival.request;
+        self.ledger.sequences[key.0].guest_of = is_easy.then_some(number);
         self.ledger.counters.backfilled += 1;
         self.start_newcomer(next, key, chunk, handed);
     }
 
-    /// Whether a candidate that fits now leaves the head's start where it is; brings that up to date first.
-    fn keeps_the_promise(
-        &mut self,
-        state: &mut Backfilling,
-        key: SequenceKey,
-        cached: PrefixMatch,
-        lack: Lack,
-    ) -> bool {
-        let now = self.lane.step.number + 1;
-        self.refresh_curve(state, now);
-        let Some(head) = &mut state.reservation else {
-            return false;
-        };
-        let start = state.curve.reserve(self.need_of(head.head, lack));
-        if head.start.is_some_and(|promised| promised < start) {
+    /// The iteration at which the head will fit: from the first time on at which somebody could go ahead of
+    /// it, it has a reservation for that.
+    fn promise(&mut self, state: &mut Backfilling, head: SequenceKey, lack: Lack) -> u64 {
+        self.refresh_curve(state);
+        let start = state.curve.reserve(self.need_of(head, lack));
+        let arrival = self.ledger.sequences[head.0].arrival;
+        let known = state.reservation.take().filter(|known| known.head == head);
+        if known.is_some_and(|known| known.start.is_some_and(|promised| promised < start)) {
             self.ledger.counters.forecast_slips += 1;
         }
-        head.start = Some(start);
+        state.reservation = Some(Reservation {
+            head,
+            arrival,
+            start: Some(start),
+        });
+        start
+    }
+
+    /// Whether a candidate that fits now leaves the head's start where it is.
+    fn is_out_of_the_way(
+        &self,
+        state: &Backfilling,
+        key: SequenceKey,
+        cached: PrefixMatch,
+        start: u64,
+    ) -> bool {
+        let now = self.iteration();
         let sequence = &self.ledger.sequences[key.0];
-        let candidate = self.as_candidate(key, sequence, cached, now);
+        let candidate = self.as_candidate(key, sequence, cached);
         // Its prompt must be out of the way of the head's own, too.
         now + self.chunks_before_output(sequence) < start
             && state.curve.has_room_for(&candidate, now)
+    }
+
+    /// Number of the iteration that is being decided.
+    fn iteration(&self) -> u64 {
+        self.lane.step.number + 1
     }
 
     /// What must be free for the head.
@@ -249,7 +267,8 @@ impl Scheduler<'_> {
     }
 
     /// Makes the curve anew if the running set or the predictions for it have changed.
-    fn refresh_curve(&self, state: &mut Backfilling, now: u64) {
+    fn refresh_curve(&self, state: &mut Backfilling) {
+        let now = self.iteration();
         let sequences = &self.ledger.sequences;
         let running = self.lane.running.iter();
         let running = running.map(|key| {
@@ -271,19 +290,14 @@ impl Scheduler<'_> {
             .map(|key| sequences[key.0].table.blocks().len());
         let used = self.limits.num_kv_blocks() - free.blocks;
         let is_shared = entries.sum::<usize>() != used as usize;
-        let occupants = keys.flat_map(|&key| self.as_occupants(key, is_shared, now));
+        let occupants = keys.flat_map(|&key| self.as_occupants(key, is_shared));
         state
             .curve
             .rebuild(now, self.limits.block_size(), free, occupants);
     }
 
     /// A running sequence, and its siblings that are not born yet, which will need blocks of their own.
-    fn as_occupants(
-        &self,
-        key: SequenceKey,
-        is_shared: bool,
-        now: u64,
-    ) -> impl Iterator<Item = Occupant> {
+    fn as_occupants(&self, key: SequenceKey, is_shared: bool) -> impl Iterator<Item = Occupant> {
         let sequence = &self.ledger.sequences[key.0];
         let held = if is_shared {
             sequence.table.num_exclusive()
@@ -291,7 +305,7 @@ impl Scheduler<'_> {
             sequence.table.blocks().len() as u32
         };
         let own = Occupant {
-            ends_at: self.predicted_end(key, sequence, now),
+            ends_at: self.predicted_end(key, sequence),
             tokens: sequence.num_tokens(),
             held,
             rows: sequence.num_rows(),
@@ -312,7 +326,6 @@ impl Scheduler<'_> {
         key: SequenceKey,
         sequence: &Sequence,
         cached: PrefixMatch,
-        now: u64,
     ) -> Candidate {
         let shared = cached.num_blocks - cached.num_parked;
         let most_output = sequence.ending.max_tokens;
@@ -326,7 +339,7 @@ impl Scheduler<'_> {
         };
         Candidate {
             occupant: Occupant {
-                ends_at: self.predicted_end(key, sequence, now),
+                ends_at: self.predicted_end(key, sequence),
                 tokens: sequence.num_tokens(),
                 held,
                 rows: sequence.num_rows(),
@@ -335,10 +348,10 @@ impl Scheduler<'_> {
         }
     }
 
-    /// The first iteration that a sequence which runs in iteration `now` is not in any more.
-    fn predicted_end(&self, key: SequenceKey, sequence: &Sequence, now: u64) -> u64 {
+    /// The first iteration that a sequence which runs in this one is not in any more.
+    fn predicted_end(&self, key: SequenceKey, sequence: &Sequence) -> u64 {
         let output = self.ledger.predicted_remaining(key);
-        now + self.chunks_before_output(sequence) + u64::from(output)
+        self.iteration() + self.chunks_before_output(sequence) + u64::from(output)
     }
 
     /// Iterations that compute a part of its tokens before the one that samples.
