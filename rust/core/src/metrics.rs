@@ -53,6 +53,11 @@ pub struct Metrics {
     pub preemptions: u64,
     /// Tokens that were computed, lost in a preemption, and had to be computed again.
     pub recomputed_tokens: u64,
+    /// Sequences admitted ahead of the first of the queue, which did not fit.
+    pub backfilled: u64,
+    /// Times that the promised start of the first of the queue was put off, because sequences ran longer
+    /// than was predicted.
+    pub forecast_slips: u64,
     /// Sum over the iterations of the sequences in them; over `iterations` it is the mean batch.
     pub scheduled_sequences: u64,
     /// Gauge: requests that have not ended.

@@ -236,7 +236,7 @@ pub struct Policy {
     pub shedding: Option<Shedding>,
     /// Whether a request of a strictly higher level may preempt to be admitted.
     pub preempt_to_admit: bool,
-    /// How memory is shared out.
+    /// How memory is handed out.
     pub memory: MemorySettings,
     /// How long iterations may take.
     pub pace: Pace,

@@ -10,7 +10,10 @@ use crate::request::{WaitReason, WaitTimes};
 
 impl Ledger {
     /// Takes a sequence out of the queue, where it waits fresh or preempted.
-    pub(crate) fn leave_queue(&mut self, key: SequenceKey, now: Time) {
+    ///
+    /// Who lets a backfilled one (`is_guest`) pass loses nothing by it, and goes on waiting for what it
+    /// waited for.
+    pub(crate) fn leave_queue(&mut self, key: SequenceKey, is_guest: bool, now: Time) {
         let sequence = &self.sequences[key.0];
         let (request, level, arrival) = (sequence.request, sequence.level, sequence.arrival);
         if self.queue.remove_returning(level, arrival) {
@@ -19,8 +22,10 @@ impl Ledger {
         let waits = self.wait_times(request, now);
         self.stop_waiting(request);
         self.requests[request.0].request.stats.waits = waits;
-        let oldest = self.queue.oldest();
-        self.clocks.admitted(now, arrival.request, oldest);
+        if !is_guest {
+            let oldest = self.queue.oldest();
+            self.clocks.admitted(now, arrival.request, oldest);
+        }
     }
 
     /// Charges a sequence that was admitted with so many tokens cached; tells the client, the first

@@ -2,6 +2,7 @@
 //! ledger.
 
 use crate::config::Limits;
+use crate::iteration::backfill::Backfilling;
 use crate::iteration::fit::Foresight;
 use crate::iteration::governor::Governor;
 use crate::iteration::rows::RowPool;
@@ -30,6 +31,8 @@ pub(crate) struct Lane {
     pub(crate) governor: Governor,
     /// When the last results came, if somebody runs on since.
     pub(crate) idle_since: Option<Time>,
+    /// Who goes ahead of the first of the queue while that does not fit.
+    pub(crate) backfill: Backfilling,
 }
 
 /// What the running sequences of a level hold, and have still to compute.
@@ -97,6 +100,7 @@ impl Lane {
             costs: CostModel::new(limits.cost_model()),
             governor: Governor::default(),
             idle_since: None,
+            backfill: Backfilling::default(),
             pool,
         }
     }

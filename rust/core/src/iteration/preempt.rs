@@ -1,15 +1,20 @@
 //! Preemption: who gives memory up when there is none.
 //!
-//! When a running sequence needs a block, the victim is of the lowest level that runs, and of it the
-//! newest that would free memory now and that has filled a block since it was last preempted; where all
-//! are protected the protection yields, and where nobody frees memory at once (siblings that share all
-//! their blocks) the newest goes. The oldest of the highest level is never the victim, so it always gets
-//! on: since the pool holds one sequence of `max_model_len`, every sequence gets its turn as the oldest,
-//! and no chain of preemptions can go on for ever.
+//! When a running sequence needs a block, guests ([`crate::iteration::backfill`]) give way first, then the
+//! lowest level that runs; of it those that were preempted often last, and before them whoever costs least
+//! to compute again, the newest of equals. Only those are asked that free memory in this step and
+//! that have filled a block since they were last preempted; where all are protected the protection yields,
+//! and where nobody frees memory at once (siblings that share all their blocks) the newest goes. The oldest
+//! of the highest level is never the victim, so it always gets on: since the pool holds one sequence of
+//! `max_model_len`, every sequence gets its turn as the oldest, and no chain of preemptions can go on for
+//! ever.
 //!
-//! A waiting request of a strictly higher level preempts to be admitted, if that frees what it lacks: only
-//! those that run since an earlier step and were not preempted too often, those that are protected last,
-//! so that two requests never take turns at it for ever.
+//! What is computed again is the context, less the blocks that others hold too. Blocks of its own count in
+//! full though the prefix cache keeps them for a while: memory is short, so they are taken next.
+//!
+//! To be admitted, a waiting request preempts sequences of strictly lower levels and its own guests, if
+//! that frees what it lacks: only those that run since an earlier step and were not preempted too often,
+//! those that are protected last, so that two requests never take turns at it for ever.
 //!
 //! A victim is computed again from its tokens (recompute), and waits ahead of everything fresh of its
 //! level. It keeps its text state: nothing is sent twice.
@@ -23,33 +28,49 @@ use crate::iteration::sequence::Sequence;
 use crate::request::SequenceKey;
 use crate::waiting::queue::Work;
 
-/// Preemptions of one request after which nobody preempts it to be admitted.
+/// Preemptions of one request after which nobody preempts it to be admitted, and others are preferred
+/// when memory is short.
 const MAX_PREEMPTIONS: u32 = 8;
 
+/// Whether preempting a sequence is of use now; the best first.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Use {
+    /// It frees memory, and got on since it was last preempted.
+    Frees,
+    /// It frees memory, but has not filled a block since it was last preempted.
+    IsProtected,
+    /// All its blocks are somebody else's too.
+    FreesNothing,
+}
+
 /// Position in the running set of the sequence to preempt; `None` if only one runs that is not done.
-pub(crate) fn choose_victim(ledger: &Ledger, lane: &Lane) -> Option<usize> {
+pub(crate) fn choose_victim(ledger: &Ledger, lane: &Lane, block_size: u32) -> Option<usize> {
     let state = |at: usize| &ledger.sequences[lane.running[at].0];
     let unfinished = || (0..lane.running.len()).filter(|&at| state(at).finished.is_none());
     // Oldest first, so the first of the highest level is its oldest.
     let spared = unfinished().min_by_key(|&at| state(at).level)?;
-    let lowest = unfinished().map(|at| state(at).level).max()?;
-    let (mut protected, mut useless) = (None, None);
-    for level in (0..=lowest).rev() {
-        for at in unfinished().rev() {
-            let sequence = state(at);
-            if at == spared || sequence.level != level {
-                continue;
-            }
-            if sequence.table.num_exclusive() == 0 {
-                useless.get_or_insert(at);
-            } else if sequence.is_protected() {
-                protected.get_or_insert(at);
-            } else {
-                return Some(at);
-            }
-        }
-    }
-    protected.or(useless)
+    let rank = |&at: &usize| {
+        let sequence = state(at);
+        let frees = sequence.table.num_exclusive();
+        let usefulness = match frees {
+            0 => Use::FreesNothing,
+            _ if sequence.is_protected() => Use::IsProtected,
+            _ => Use::Frees,
+        };
+        let shared = sequence.table.blocks().len() as u32 - frees;
+        let cost = sequence
+            .num_computed_tokens
+            .saturating_sub(shared * block_size);
+        (
+            usefulness,
+            !lane.backfill.is_guest(sequence),
+            Reverse(sequence.level),
+            preemptions(ledger, sequence) >= MAX_PREEMPTIONS,
+            if frees == 0 { 0 } else { cost },
+            Reverse(at),
+        )
+    };
+    unfinished().filter(|&at| at != spared).min_by_key(rank)
 }
 
 /// What a newcomer lacks to be admitted.
@@ -61,23 +82,27 @@ pub(crate) struct Lack {
     pub(crate) num_cached_blocks: u32,
 }
 
-/// Running sequences of levels below `level` that together make room for `newcomer`; `None` if there
-/// are not enough.
-pub(crate) fn choose_victims_below(
+/// Running sequences that give way to `newcomer` and together make room for it: its guests, and what is
+/// of a level below `level` if there is one; `None` if there are not enough.
+pub(crate) fn choose_victims_for(
     ledger: &Ledger,
     lane: &Lane,
     newcomer: SequenceKey,
-    level: usize,
+    level: Option<usize>,
     lack: Lack,
 ) -> Option<Vec<SequenceKey>> {
     // What a victim shares with the newcomer is no gain: the newcomer takes it.
-    let cached = &ledger.sequences[newcomer.0].chain[..lack.num_cached_blocks as usize];
+    let state = &ledger.sequences[newcomer.0];
+    let (number, cached) = (
+        state.arrival.request,
+        &state.chain[..lack.num_cached_blocks as usize],
+    );
     let shared = |sequence: &Sequence| {
         let pairs = sequence.chain.iter().zip(cached);
         pairs.take_while(|(own, cached)| own == cached).count()
     };
     let may_go = |sequence: &Sequence| {
-        sequence.level > level
+        (level.is_some_and(|level| sequence.level > level) || sequence.guest_of == Some(number))
             && sequence.finished.is_none()
             && sequence.joined_at_step < lane.step.number + 1
             && preemptions(ledger, sequence) < MAX_PREEMPTIONS
@@ -91,6 +116,7 @@ pub(crate) fn choose_victims_below(
     candidates.sort_by_key(|(_, sequence)| {
         (
             sequence.is_protected(),
+            sequence.guest_of != Some(number),
             Reverse(sequence.level),
             sequence.num_computed_tokens,
             Reverse(sequence.arrival),
@@ -134,6 +160,7 @@ pub(crate) fn preempt(
     let sequence = &mut ledger.sequences[key.0];
     let life = sequence.life.take();
     let granted = sequence.num_scheduled_tokens;
+    sequence.guest_of = None;
     sequence.reset_for_recompute(limits.block_size());
     let work = Work {
         units: 0,

@@ -6,7 +6,8 @@
 //! of all its tokens at once (less what the prefix cache has), so only sequences that have sampled ever
 //! ask for more memory; they preempt, and so may a newcomer of a strictly higher level.
 //!
-//! Newcomers join in the queue's order; the first that does not fit holds up those behind it.
+//! Newcomers join in the queue's order. The first that does not fit holds up those behind it, but for
+//! whom backfill ([`crate::iteration::backfill`]) lets go ahead.
 
 use crate::config::Limits;
 use crate::config::policy::Order;
@@ -16,7 +17,7 @@ use crate::iteration::join::{leaves_together, may_join};
 use crate::iteration::lane::{AtWork, Lane};
 use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
-use crate::iteration::preempt::{Lack, choose_victim, choose_victims_below, preempt};
+use crate::iteration::preempt::{Lack, choose_victim, choose_victims_for, preempt};
 use crate::iteration::sequence::Sequence;
 use crate::iteration::write::{shape_of, write_resets, write_scores, write_sequence};
 use crate::request::{Request, SequenceKey, Time};
@@ -39,9 +40,20 @@ pub(crate) struct Scheduler<'a> {
     pub(crate) budget: u32,
 }
 
+/// How a newcomer comes in.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Entrance {
+    /// It is the next in the queue.
+    InTurn,
+    /// Others gave way for it.
+    OverOthers,
+    /// Ahead of the first of the queue, for as long as that does not fit.
+    AsGuest,
+}
+
 /// What newcomers were given.
 #[derive(Default)]
-struct Handed {
+pub(crate) struct Handed {
     rows: u64,
     blocks: u64,
 }
@@ -53,6 +65,7 @@ impl Scheduler<'_> {
         self.plan.begin(number);
         self.lane.step.clear();
         self.begin_pace();
+        self.forget_gone_head();
         self.schedule_decodes();
         self.close_batch();
         self.admit_newcomers();
@@ -125,7 +138,7 @@ impl Scheduler<'_> {
             if self.empty_a_finished_one() {
                 continue;
             }
-            let Some(victim) = choose_victim(self.ledger, self.lane) else {
+            let Some(victim) = choose_victim(self.ledger, self.lane, block_size) else {
                 debug_assert!(false, "the pool holds one sequence of max_model_len");
                 return;
             };
@@ -169,7 +182,7 @@ impl Scheduler<'_> {
 
     /// Schedules prefill chunks of running sequences of level number `lowest` and above, the highest
     /// level first.
-    fn schedule_chunks(&mut self, lowest: usize) {
+    pub(crate) fn schedule_chunks(&mut self, lowest: usize) {
         for level in 0..=lowest {
             if self.lane.step.num_sequences() == self.lane.running.len() || self.budget == 0 {
                 return;
@@ -284,7 +297,7 @@ impl Scheduler<'_> {
         if let Some(blocked) = self.without_rows() {
             return Some(blocked);
         }
-        while let Some(next) = self.ledger.queue.peek() {
+        while let Some(next) = self.next_in_line() {
             match next {
                 Next::Promoted(_) => {}
                 Next::Returning(_, level) | Next::Fresh(_, level, _) => self.schedule_chunks(level),
@@ -299,31 +312,48 @@ impl Scheduler<'_> {
             if self.is_too_many(next, key) {
                 return Some(Blocked::Sla);
             }
-            let admitted = match self.admit(key, Horizon::Future) {
+            let admitted = match self.admit(key, Entrance::InTurn) {
                 Err(DoesNotFit { lack, .. }) if self.preempt_for(next, key, lack) => {
-                    self.admit(key, Horizon::Now)
+                    self.admit(key, Entrance::OverOthers)
                 }
                 admitted => admitted,
             };
             match admitted {
                 Ok(chunk) => {
-                    self.budget -= chunk;
-                    self.lane.step.add(key, chunk);
                     if let Next::Fresh(first, _, leaf) = next {
                         self.ledger.queue.left(leaf, key == first);
                     }
-                    let sequence = &mut self.ledger.sequences[key.0];
-                    if let Next::Promoted(_) = next {
-                        // It stays ahead of those it went ahead of, or they would take its place.
-                        sequence.level = 0;
-                    }
-                    handed.rows += u64::from(sequence.num_rows());
-                    handed.blocks += sequence.table.blocks().len() as u64;
+                    self.lane.backfill.joined(key);
+                    self.start_newcomer(next, key, chunk, handed);
                 }
-                Err(DoesNotFit { blocked, .. }) => return Some(blocked),
+                Err(DoesNotFit { blocked, lack }) => {
+                    if matches!(blocked, Blocked::Memory | Blocked::Slots) {
+                        self.backfill(key, lack, handed);
+                    }
+                    return Some(blocked);
+                }
             }
         }
         None
+    }
+
+    /// Gives an admitted sequence its place in the step.
+    pub(crate) fn start_newcomer(
+        &mut self,
+        next: Next,
+        key: SequenceKey,
+        chunk: u32,
+        handed: &mut Handed,
+    ) {
+        self.budget -= chunk;
+        self.lane.step.add(key, chunk);
+        let sequence = &mut self.ledger.sequences[key.0];
+        if let Next::Promoted(_) = next {
+            // It stays ahead of those it went ahead of, or they would take its place.
+            sequence.level = 0;
+        }
+        handed.rows += u64::from(sequence.num_rows());
+        handed.blocks += sequence.table.blocks().len() as u64;
     }
 
     /// Sets the next request aside if its tenant's bounds say so; then somebody else is next.
@@ -358,7 +388,8 @@ impl Scheduler<'_> {
         let Next::Fresh(_, _, leaf) = next else {
             return first;
         };
-        if self.ledger.rules.policy().order != Order::Prefix || !self.limits.prefix_caching() {
+        let by_prefix = self.ledger.rules.policy().order == Order::Prefix;
+        if !by_prefix || !self.limits.prefix_caching() || self.lane.backfill.is_head(first) {
             return first;
         }
         let mut best = (first, 0);
@@ -386,7 +417,7 @@ impl Scheduler<'_> {
 
     /// Whether the decodes would take too long with this one among them. Promoted ones were promised
     /// their place.
-    fn is_too_many(&self, next: Next, key: SequenceKey) -> bool {
+    pub(crate) fn is_too_many(&self, next: Next, key: SequenceKey) -> bool {
         let level = match next {
             Next::Promoted(_) => return false,
             Next::Returning(_, level) | Next::Fresh(_, level, _) => level,
@@ -395,10 +426,11 @@ impl Scheduler<'_> {
         !self.lane.running.is_empty() && self.lane.governor.holds(newcomer, level)
     }
 
-    /// Preempts sequences of lower levels so that a newcomer fits; false, and nothing has changed, if
-    /// that would not be enough.
+    /// Preempts a newcomer's guests, and sequences of lower levels, so that it fits; false, and nothing
+    /// has changed, if that would not be enough.
     fn preempt_for(&mut self, next: Next, key: SequenceKey, lack: Lack) -> bool {
-        if !self.ledger.rules.policy().preempt_to_admit || lack.blocks + lack.rows == 0 {
+        let below = self.ledger.rules.policy().preempt_to_admit;
+        if !(below || self.lane.backfill.is_head(key)) || lack.blocks + lack.rows == 0 {
             return false;
         }
         // Where it waits counts: best effort preempts nobody, whatever its class.
@@ -406,7 +438,8 @@ impl Scheduler<'_> {
             Next::Promoted(_) => self.ledger.sequences[key.0].level,
             Next::Returning(_, level) | Next::Fresh(_, level, _) => level,
         };
-        let Some(victims) = choose_victims_below(self.ledger, self.lane, key, level, lack) else {
+        let level = below.then_some(level);
+        let Some(victims) = choose_victims_for(self.ledger, self.lane, key, level, lack) else {
             return false;
         };
         for victim in victims {
@@ -419,10 +452,19 @@ impl Scheduler<'_> {
     }
 
     /// Gives a waiting sequence its rows and blocks and its first chunk, or changes nothing.
-    fn admit(&mut self, key: SequenceKey, horizon: Horizon) -> Result<u32, DoesNotFit> {
+    pub(crate) fn admit(
+        &mut self,
+        key: SequenceKey,
+        entrance: Entrance,
+    ) -> Result<u32, DoesNotFit> {
         let limits = self.limits;
+        let horizon = match entrance {
+            Entrance::OverOthers => Horizon::Now,
+            Entrance::InTurn | Entrance::AsGuest => Horizon::Future,
+        };
         let cached = self.find_room(key, horizon)?;
-        self.ledger.leave_queue(key, self.now);
+        let is_guest = entrance == Entrance::AsGuest;
+        self.ledger.leave_queue(key, is_guest, self.now);
         let sequence = &mut self.ledger.sequences[key.0];
         let entry = &mut self.ledger.requests[sequence.request.0];
         let block_size = limits.block_size();

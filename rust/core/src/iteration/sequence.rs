@@ -134,6 +134,8 @@ pub(crate) struct Sequence {
     pub(crate) num_shared_blocks: u32,
     /// Its life since it took memory.
     pub(crate) life: Option<Life>,
+    /// Number of the request that it was let in ahead of, on the promise to be out of its way in time.
+    pub(crate) guest_of: Option<u64>,
 }
 
 /// What a sequence begins with.
@@ -195,6 +197,7 @@ impl Sequence {
             joined_at_step: 0,
             num_shared_blocks: 0,
             life: None,
+            guest_of: None,
             finished: None,
         }
     }
@@ -357,6 +360,7 @@ impl Sequence {
             joined_at_step: self.joined_at_step,
             num_shared_blocks: self.num_shared_blocks,
             life: Some(life),
+            guest_of: self.guest_of,
             finished: None,
         }
     }

@@ -279,6 +279,36 @@ impl Flows {
         }
     }
 
+    /// Appends the first `count` leaves below `root` that may run, in the order of their turns as the
+    /// counters are now.
+    pub fn first_leaves(&self, root: FlowKey, count: usize, leaves: &mut Vec<FlowKey>) {
+        let flow = self.flow(root);
+        if flow.eligible.is_empty() {
+            if !flow.waiting.is_empty() {
+                leaves.push(root);
+            }
+            return;
+        }
+        let begin = leaves.len();
+        leaves.extend(flow.eligible.iter().map(|&(_, key)| key).take(count));
+        if self.by_service {
+            // Some were charged since they were put in their place.
+            leaves[begin..].sort_unstable_by_key(|&key| (self.account(key).service, key));
+        }
+        let children = leaves.len() - begin;
+        let is_leaf = |&key: &FlowKey| self.flow(key).eligible.is_empty();
+        if leaves[begin..].iter().all(is_leaf) {
+            return;
+        }
+        for at in begin..begin + children {
+            if leaves.len() < begin + children + count {
+                self.first_leaves(leaves[at], count, leaves);
+            }
+        }
+        leaves.drain(begin..begin + children);
+        leaves.truncate(begin + count);
+    }
+
     /// Charges units of service to a leaf and to everything above it.
     pub fn charge(&mut self, leaf: FlowKey, units: Units) {
         let mut at = leaf;

@@ -107,6 +107,22 @@ impl OrderArena {
         first
     }
 
+    /// The first request behind `key`.
+    pub fn first_after(&self, tree: OrderTree, key: OrderKey) -> Option<(OrderKey, SequenceKey)> {
+        let mut at = tree.root;
+        let mut first = None;
+        while at != NONE {
+            let node = &self.nodes[at as usize];
+            if node.key > key {
+                first = Some((node.key, node.sequence));
+                at = node.left;
+            } else {
+                at = node.right;
+            }
+        }
+        first
+    }
+
     /// Calls `visit` with the first `count` requests, in order.
     pub fn visit_first(&self, tree: OrderTree, count: usize, mut visit: impl FnMut(SequenceKey)) {
         let mut left = count;
@@ -293,6 +309,9 @@ mod tests {
             }
             let first = model.keys().next().copied();
             assert_eq!(arena.first(*tree).map(|(key, _)| key), first);
+            let behind = model.range(key..).find(|&(&other, _)| other != key);
+            let found = arena.first_after(*tree, key).map(|(key, _)| key);
+            assert_eq!(found, behind.map(|(&key, _)| key));
             assert_eq!(arena.total(*tree), model.values().sum::<u64>());
             let before: u64 = model.range(..key).map(|(_, units)| units).sum();
             assert_eq!(arena.total_before(*tree, key), before);

@@ -8,6 +8,8 @@
 //! sorted: the next request, an insertion and a removal are O(log n) in what waits, and a decision never
 //! looks at the others.
 
+mod behind;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -16,6 +18,8 @@ use crate::request::SequenceKey;
 use crate::waiting::fairness::{FlowKey, Flows};
 use crate::waiting::order::{OrderArena, OrderKey, OrderTree, Units};
 use crate::waiting::tenants::{Tenant, TenantKey, Tenants};
+
+pub use behind::Behind;
 
 /// Position by arrival: the request's number, then the child's. Older is smaller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -536,6 +540,12 @@ impl WaitingQueue {
     /// The oldest fresh request.
     pub fn oldest_sequence(&self) -> Option<SequenceKey> {
         self.oldest_fresh().map(|(_, key)| key)
+    }
+
+    /// Whether a fresh request is the first that waits in its flow.
+    pub fn is_first(&self, leaf: FlowKey, key: SequenceKey) -> bool {
+        let first = self.orders.first(self.flows.waiting(leaf));
+        first.is_some_and(|(_, first)| first == key)
     }
 
     /// Times that the first of a flow was passed over since it became the first.

@@ -1,6 +1,7 @@
 //! Levels: strict, with preemption to be admitted, its threshold, and ageing.
 
 use chairlift_core::config::Settings;
+use chairlift_core::config::memory::Backfill;
 use chairlift_core::config::policy::{ClassSettings, Policy, Sharing};
 
 use crate::harness::{Harness, exact};
@@ -276,6 +277,7 @@ fn ageing_does_not_turn_the_highest_level_into_a_queue() {
 #[test]
 fn who_was_preempted_returns_ahead_of_its_level_and_not_of_a_higher_one() {
     let mut policy = two_levels();
+    policy.memory.backfill = Backfill::Off; // this is about the queue's own order
     policy.preempt_to_admit = false;
     let mut harness = engine(4, 16, policy);
     harness.submit_for("ann", "low", exact(1, 20, 30, 1_000));

@@ -1,6 +1,8 @@
 //! Scenarios with a name: what users of such servers have reported, and what the design promises.
 
 use chairlift_core::config::Settings;
+use chairlift_core::config::memory::Backfill;
+use chairlift_core::config::policy::Policy;
 use chairlift_core::request::{Finish, NewRequest, RequestId, SamplingParams, Ticket};
 use chairlift_core::text::{StopStrings, StopText};
 
@@ -20,6 +22,13 @@ pub fn settings() -> Settings {
 }
 
 /// A prompt whose answer has no end-of-sequence token among its first `tokens`.
+/// Nobody goes ahead of the first of the queue.
+pub fn strict() -> Policy {
+    let mut policy = Policy::default();
+    policy.memory.backfill = Backfill::Off;
+    policy
+}
+
 fn prompt(seed: u64, length: u32, tokens: usize) -> Vec<u32> {
     let mut random = Random(seed);
     loop {
@@ -323,6 +332,7 @@ fn a_preempted_sequence_returns_ahead_of_fresh_ones() {
     let mut harness = Harness::new(Settings {
         num_kv_blocks: 16,
         enable_prefix_caching: false,
+        policy: strict(), // this is about the queue's own order
         ..settings()
     });
     harness.submit(plain(1, 20, 30));

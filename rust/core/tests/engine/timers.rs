@@ -1,6 +1,7 @@
 //! What time does to those that wait: bounds, promotions, deadlines, doom.
 
 use chairlift_core::config::Settings;
+use chairlift_core::config::memory::Backfill;
 use chairlift_core::config::policy::{ClassSettings, OnDoomed, OnTimeout, Policy};
 use chairlift_core::request::{Finish, Time};
 
@@ -129,10 +130,12 @@ fn a_promoted_request_preempts_lower_work_within_one_iteration_of_its_bound() {
 
 #[test]
 fn a_promoted_request_without_lower_work_takes_the_next_memory_that_comes_free() {
+    let mut policy = bounded(OnTimeout::Promote);
+    policy.memory.backfill = Backfill::Off; // this is about the queue's own order
     let mut harness = Harness::new(Settings {
         num_kv_blocks: 16,
         enable_prefix_caching: false,
-        policy: bounded(OnTimeout::Promote),
+        policy,
         ..settings()
     });
     harness.submit_for("ann", "plain", exact(1, 30, 9, 1_000));

@@ -1,0 +1,363 @@
+//! Backfill: who goes ahead of the first of the queue while that does not fit.
+//!
+//! The first that lacks memory or rows (the head) gets a reservation: the iteration at which it will fit
+//! by prediction ([`crate::predict::reservation`]; EASY, Lifka, JSSPP'95). Of those behind it, a bounded
+//! number is looked at in an iteration, in the queue's order; who fits now, and does not move that start,
+//! joins as the head's guest. The reservation is sticky: from the first time on that somebody asked, until the head is admitted, ends, is held or is
+//! overtaken by something more important (a higher level, a promoted request, a preempted sequence), no
+//! request of its own level takes its place, however shares and orders change meanwhile.
+//!
+//! Predictions can be wrong. A start that has to be put off is counted as a forecast slip. And guests are
+//! there by the head's leave: they preempt nobody, they give memory up before everybody else, and as soon
+//! as the head would fit without them, they go. So the head never waits for a guest.
+//!
+//! Nothing is computed while the head fits, nobody is behind it, or no memory is free for anybody. The
+//! curve is kept while the running set and the predictions for it stay what they were.
+
+use crate::config::memory::Backfill;
+use crate::iteration::fit::Horizon;
+use crate::iteration::join::leaves_together;
+use crate::iteration::preempt::Lack;
+use crate::iteration::scheduler::{Entrance, Handed, Scheduler};
+use crate::iteration::sequence::Sequence;
+use crate::memory::blocks::PrefixMatch;
+use crate::predict::reservation::{Candidate, Curve, Need, Occupant};
+use crate::request::SequenceKey;
+use crate::waiting::queue::{Arrival, Behind, Next, Standing};
+use crate::waiting::tenants::TenantKey;
+
+/// The reservation, and what it is computed from.
+#[derive(Default)]
+pub(crate) struct Backfilling {
+    reservation: Option<Reservation>,
+    curve: Curve,
+    /// Whom the curve was made of, and when they joined.
+    running: Vec<(Arrival, u64)>,
+    behind: Behind,
+}
+
+/// The head and what it was promised.
+struct Reservation {
+    head: SequenceKey,
+    arrival: Arrival,
+    /// The iteration at which it will fit; none once somebody more important was admitted first.
+    start: Option<u64>,
+}
+
+impl Backfilling {
+    /// Whether a running sequence is there by leave of the head that waits.
+    pub(crate) fn is_guest(&self, sequence: &Sequence) -> bool {
+        let head = self.reservation.as_ref().map(|head| head.arrival.request);
+        sequence.guest_of.is_some() && sequence.guest_of == head
+    }
+
+    /// Whether a waiting sequence has the reservation.
+    pub(crate) fn is_head(&self, key: SequenceKey) -> bool {
+        self.reservation
+            .as_ref()
+            .is_some_and(|head| head.head == key)
+    }
+
+    /// A sequence was admitted in its turn.
+    pub(crate) fn joined(&mut self, key: SequenceKey) {
+        if self.is_head(key) {
+            self.reservation = None;
+        } else if let Some(head) = &mut self.reservation {
+            head.start = None; // overtaken: that is no error of the prediction
+        }
+    }
+}
+
+impl Scheduler<'_> {
+    /// Forgets the reservation of a head that does not wait any more.
+    pub(crate) fn forget_gone_head(&mut self) {
+        let sequences = &self.ledger.sequences;
+        let waits = |head: &Reservation| {
+            let sequence = sequences.get(head.head.0);
+            sequence.is_some_and(|s| s.arrival == head.arrival && s.row.is_none())
+        };
+        let state = &mut self.lane.backfill;
+        state.reservation = state.reservation.take().filter(waits);
+    }
+
+    /// Who is next: the queue's next, or the head with the reservation if the other is not more important.
+    pub(crate) fn next_in_line(&mut self) -> Option<Next> {
+        let next = self.ledger.queue.peek()?;
+        let Next::Fresh(first, level, _) = next else {
+            return Some(next);
+        };
+        let state = &self.lane.backfill;
+        match &state.reservation {
+            Some(head) if head.head != first && self.mode() == Backfill::Easy => {
+                Some(self.as_next_of(head, level).unwrap_or(next))
+            }
+            _ => Some(next),
+        }
+    }
+
+    fn mode(&self) -> Backfill {
+        self.ledger.rules.policy().memory.backfill
+    }
+
+    /// A reserved head as the next of `level`, if it may be that.
+    fn as_next_of(&self, head: &Reservation, level: usize) -> Option<Next> {
+        let sequence = self.ledger.sequences.get(head.head.0)?;
+        let entry = &self.ledger.requests[sequence.request.0];
+        let fresh = &entry.waiting.as_ref()?.fresh;
+        if sequence.arrival != head.arrival || fresh.is_aside {
+            return None;
+        }
+        let is_held = self.ledger.tenants.get(entry.tenant).held_since.is_some();
+        let stands = match fresh.standing {
+            Standing::Flow => fresh.level == level && !is_held,
+            Standing::BestEffort => level + 1 == self.ledger.queue.num_levels(),
+            Standing::Promoted => false,
+        };
+        stands.then_some(Next::Fresh(head.head, level, fresh.leaf))
+    }
+
+    /// Lets others go ahead of `head`, which does not fit.
+    pub(crate) fn backfill(&mut self, head: SequenceKey, lack: Lack, handed: &mut Handed) {
+        let policy = self.ledger.rules.policy();
+        let (mode, join) = (policy.memory.backfill, policy.join);
+        let count = policy.memory.backfill_candidates as usize;
+        if mode == Backfill::Off || leaves_together(join) {
+            return;
+        }
+        if !self.has_room_for_anybody() || self.ledger.queue.len() == 1 {
+            return;
+        }
+        let mut state = std::mem::take(&mut self.lane.backfill);
+        let queue = &self.ledger.queue;
+        queue.collect_behind(head, count, &mut state.behind);
+        let bounded = self.bounded_tenant(head);
+        for at in 0..state.behind.found.len() {
+            if !self.has_room_for_anybody() {
+                break;
+            }
+            let next = state.behind.found[at];
+            if self.may_join_now(next, bounded) {
+                self.offer(&mut state, head, lack, next, handed);
+            }
+        }
+        self.lane.backfill = state;
+    }
+
+    /// Whether anybody can fit: looking at candidates costs nothing where nobody does.
+    fn has_room_for_anybody(&self) -> bool {
+        self.budget > 0
+            && self.lane.rows.num_free() > 0
+            && self.lane.pool.available() > self.limits.watermark_blocks()
+    }
+
+    /// The head's tenant if it has bounds on what runs or on its rate: guests of the same tenant would use
+    /// up what the head needs.
+    fn bounded_tenant(&self, head: SequenceKey) -> Option<TenantKey> {
+        let request = self.ledger.sequences[head.0].request;
+        let tenant = self.ledger.requests[request.0].tenant;
+        let settings = &self.ledger.tenants.get(tenant).rules.settings;
+        let is_bounded = settings.max_running.is_some() || settings.tokens_per_second.is_some();
+        is_bounded.then_some(tenant)
+    }
+
+    /// Whether the bounds of tenants let a candidate join.
+    fn may_join_now(&self, next: Next, bounded: Option<TenantKey>) -> bool {
+        let request = self.ledger.sequences[next.sequence().0].request;
+        let entry = &self.ledger.requests[request.0];
+        if matches!(next, Next::Returning(..)) {
+            return true; // it counts as running already
+        }
+        let tenant = self.ledger.tenants.get(entry.tenant);
+        bounded != Some(entry.tenant)
+            && !tenant.is_busy(entry.request.sampling.n)
+            && (matches!(next, Next::Promoted(_)) || tenant.rate_holds_until(self.now, 0).is_none())
+    }
+
+    /// Admits a candidate if it fits and does not move the head's start.
+    fn offer(
+        &mut self,
+        state: &mut Backfilling,
+        head: SequenceKey,
+        lack: Lack,
+        next: Next,
+        handed: &mut Handed,
+    ) {
+        let key = next.sequence();
+        if let Next::Returning(_, level) | Next::Fresh(_, level, _) = next {
+            self.schedule_chunks(level);
+        }
+        if self.budget == 0 || self.is_too_many(next, key) {
+            return;
+        }
+        let Ok(cached) = self.find_room(key, Horizon::Future) else {
+            return;
+        };
+        let is_easy = self.mode() == Backfill::Easy;
+        if is_easy {
+            let start = self.promise(state, head, lack);
+            if !self.is_out_of_the_way(state, key, cached, start) {
+                return;
+            }
+        }
+        let is_first = match next {
+            Next::Fresh(_, _, leaf) => self.ledger.queue.is_first(leaf, key).then_some(leaf),
+            _ => None,
+        };
+        let Ok(chunk) = self.admit(key, Entrance::AsGuest) else {
+            return;
+        };
+        if let Some(leaf) = is_first {
+            self.ledger.queue.left(leaf, true);
+        }
+        let number = self.ledger.sequences[head.0].arrival.request;
+        self.ledger.sequences[key.0].guest_of = is_easy.then_some(number);
+        self.ledger.counters.backfilled += 1;
+        self.start_newcomer(next, key, chunk, handed);
+    }
+
+    /// The iteration at which the head will fit: from the first time on at which somebody could go ahead of
+    /// it, it has a reservation for that.
+    fn promise(&mut self, state: &mut Backfilling, head: SequenceKey, lack: Lack) -> u64 {
+        self.refresh_curve(state);
+        let start = state.curve.reserve(self.need_of(head, lack));
+        let arrival = self.ledger.sequences[head.0].arrival;
+        let known = state.reservation.take().filter(|known| known.head == head);
+        if known.is_some_and(|known| known.start.is_some_and(|promised| promised < start)) {
+            self.ledger.counters.forecast_slips += 1;
+        }
+        state.reservation = Some(Reservation {
+            head,
+            arrival,
+            start: Some(start),
+        });
+        start
+    }
+
+    /// Whether a candidate that fits now leaves the head's start where it is.
+    fn is_out_of_the_way(
+        &self,
+        state: &Backfilling,
+        key: SequenceKey,
+        cached: PrefixMatch,
+        start: u64,
+    ) -> bool {
+        let now = self.iteration();
+        let sequence = &self.ledger.sequences[key.0];
+        let candidate = self.as_candidate(key, sequence, cached);
+        // Its prompt must be out of the way of the head's own, too.
+        now + self.chunks_before_output(sequence) < start
+            && state.curve.has_room_for(&candidate, now)
+    }
+
+    /// Number of the iteration that is being decided.
+    fn iteration(&self) -> u64 {
+        self.lane.step.number + 1
+    }
+
+    /// What must be free for the head.
+    fn need_of(&self, head: SequenceKey, lack: Lack) -> Need {
+        let blocks = if lack.blocks > 0 {
+            self.lane.pool.available() + lack.blocks
+        } else {
+            let sequence = &self.ledger.sequences[head.0];
+            self.limits.blocks_for(sequence.num_tokens() + 1) + self.limits.watermark_blocks()
+        };
+        let rows = self.ledger.sequences[head.0].num_rows();
+        Need { blocks, rows }
+    }
+
+    /// Makes the curve anew if the running set or the predictions for it have changed.
+    fn refresh_curve(&self, state: &mut Backfilling) {
+        let now = self.iteration();
+        let sequences = &self.ledger.sequences;
+        let running = self.lane.running.iter();
+        let running = running.map(|key| {
+            let sequence = &sequences[key.0];
+            (sequence.arrival, sequence.joined_at_step)
+        });
+        if state.curve.is_true_at(now) && running.clone().eq(state.running.iter().copied()) {
+            return;
+        }
+        state.running.clear();
+        state.running.extend(running);
+        let free = Need {
+            blocks: self.lane.pool.available(),
+            rows: self.lane.rows.num_free(),
+        };
+        let keys = self.lane.running.iter();
+        let entries = keys
+            .clone()
+            .map(|key| sequences[key.0].table.blocks().len());
+        let used = self.limits.num_kv_blocks() - free.blocks;
+        let is_shared = entries.sum::<usize>() != used as usize;
+        let occupants = keys.flat_map(|&key| self.as_occupants(key, is_shared));
+        state
+            .curve
+            .rebuild(now, self.limits.block_size(), free, occupants);
+    }
+
+    /// A running sequence, and its siblings that are not born yet, which will need blocks of their own.
+    fn as_occupants(&self, key: SequenceKey, is_shared: bool) -> impl Iterator<Item = Occupant> {
+        let sequence = &self.ledger.sequences[key.0];
+        let held = if is_shared {
+            sequence.table.num_exclusive()
+        } else {
+            sequence.table.blocks().len() as u32
+        };
+        let own = Occupant {
+            ends_at: self.predicted_end(key, sequence),
+            tokens: sequence.num_tokens(),
+            held,
+            rows: sequence.num_rows(),
+        };
+        let sibling = Occupant {
+            tokens: self.limits.block_size(),
+            held: 0,
+            rows: 0,
+            ..own
+        };
+        let unborn = std::iter::repeat_n(sibling, sequence.num_unborn as usize);
+        std::iter::once(own).chain(unborn)
+    }
+
+    /// A waiting sequence that fits now. One with siblings is taken to hold its most from the start.
+    fn as_candidate(
+        &self,
+        key: SequenceKey,
+        sequence: &Sequence,
+        cached: PrefixMatch,
+    ) -> Candidate {
+        let shared = cached.num_blocks - cached.num_parked;
+        let most_output = sequence.ending.max_tokens;
+        let longest = sequence.num_prompt_tokens + most_output;
+        let of_siblings = sequence.num_unborn * (self.limits.blocks_for(most_output) + 1);
+        let most_blocks = self.limits.blocks_for(longest) - shared + of_siblings;
+        let held = if sequence.num_unborn > 0 {
+            most_blocks
+        } else {
+            self.limits.blocks_for(sequence.num_tokens()) - shared
+        };
+        Candidate {
+            occupant: Occupant {
+                ends_at: self.predicted_end(key, sequence),
+                tokens: sequence.num_tokens(),
+                held,
+                rows: sequence.num_rows(),
+            },
+            most_blocks,
+        }
+    }
+
+    /// The first iteration that a sequence which runs in this one is not in any more.
+    fn predicted_end(&self, key: SequenceKey, sequence: &Sequence) -> u64 {
+        let output = self.ledger.predicted_remaining(key);
+        self.iteration() + self.chunks_before_output(sequence) + u64::from(output)
+    }
+
+    /// Iterations that compute a part of its tokens before the one that samples.
+    fn chunks_before_output(&self, sequence: &Sequence) -> u64 {
+        let most = self.limits.max_num_batched_tokens();
+        let chunk = most.min(self.limits.max_chunk_tokens());
+        u64::from((sequence.num_remaining_tokens() - 1) / chunk)
+    }
+}
