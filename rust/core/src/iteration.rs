@@ -11,6 +11,7 @@ pub mod join;
 pub(crate) mod lane;
 pub(crate) mod ledger;
 pub(crate) mod lengths;
+pub(crate) mod outlook;
 pub mod plan;
 pub(crate) mod preempt;
 pub mod progress;

@@ -167,6 +167,15 @@ impl Governor {
         (most.max(0.0) as u32).max(least)
     }
 
+    /// Most tokens of a chunk beside nothing but `decodes`, if the target is what it was last.
+    pub(crate) fn usual_chunk(&self, decodes: &StepShape) -> f64 {
+        match self.costs.filter(|_| self.target_us.is_finite()) {
+            None => f64::INFINITY,
+            Some(costs) => largest_chunk(&costs, decodes, 0, self.target_us)
+                .max(f64::from(self.min_prefill_tokens)),
+        }
+    }
+
     /// Whether there is no time left for prefill.
     pub(crate) fn is_spent(&self) -> bool {
         self.most_chunk(0) == 0

@@ -82,7 +82,8 @@ impl Ledger {
         let level = self.queue.level_index(self.rules.class(class).level);
         let room = lane.room_for(limits, level, self.rules.policy().preempt_to_admit);
         let ahead = self.queue.work_before(level, leaf, key);
-        if let Some((queue_time, ttft)) = self.forecast.predict(ahead, work, room) {
+        let outlook = lane.outlook(limits, request.num_prompt_tokens, now);
+        if let Some((queue_time, ttft)) = self.forecast.predict(ahead, work, room, outlook) {
             request.stats.predicted_ttft_us = Some(ttft);
             request.stats.predicted_queue_time_us = Some(queue_time);
             // Where nothing is at work, a prediction has nothing to rest on but the past; whoever comes
@@ -177,7 +178,7 @@ impl Ledger {
         }
         if let Some(most) = self.promises(class) {
             let promised = self.queue.promised_work();
-            let kept = self.forecast.predict(promised, work, room);
+            let kept = self.forecast.predict(promised, work, room, None);
             if let Some((predicted_us, _)) = kept.filter(|&(wait, _)| wait > most) {
                 return Err(SubmitError::PromiseUnkeepable {
                     class: settings.name.clone(),

@@ -60,6 +60,15 @@ pub struct Room {
     pub prefill_tokens: u64,
 }
 
+/// What the cost model says of a prompt that is next: see [`Forecast::predict`].
+#[derive(Clone, Copy, Debug)]
+pub struct Outlook {
+    /// Microseconds of the iterations that compute it, with those that decode beside it.
+    pub prefill_us: f64,
+    /// Microseconds that the step in flight has still to go.
+    pub rest_us: f64,
+}
+
 /// The measured service.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Forecast {
@@ -106,10 +115,20 @@ impl Forecast {
 
     /// Predicted (queue time, time to first token) in microseconds of a request of `own` work behind
     /// `ahead`; `None` while no iteration was measured.
-    pub fn predict(&self, ahead: Work, own: Work, room: Room) -> Option<(u64, u64)> {
+    ///
+    /// Behind other prefill its iterations are as full as theirs, so its own prefill goes at the measured
+    /// rate; with none ahead, it costs what `outlook` says, if that is known.
+    pub fn predict(
+        &self,
+        ahead: Work,
+        own: Work,
+        room: Room,
+        outlook: Option<Outlook>,
+    ) -> Option<(u64, u64)> {
         let iteration = self.iteration.time_for(1)?;
         let prefill = self.prefill.time_for(1).or(self.tokens.time_for(1))?;
-        let queued = (ahead.prefill_tokens + room.prefill_tokens) as f64 * prefill;
+        let queued_tokens = ahead.prefill_tokens + room.prefill_tokens;
+        let queued = queued_tokens as f64 * prefill;
         let short =
             |ahead: u64, own: u64, room: u64, rate: &Rate| match (ahead + own).checked_sub(room) {
                 None | Some(0) => 0.0,
@@ -118,13 +137,16 @@ impl Forecast {
         let rows = short(ahead.rows, own.rows, room.rows, &self.rows);
         let blocks = short(ahead.blocks, own.blocks, room.blocks, &self.blocks);
         let wait = queued.max(rows).max(blocks);
-        let first_token = wait + own.prefill_tokens as f64 * prefill + iteration;
+        let first_token = match outlook.filter(|_| queued_tokens == 0) {
+            Some(outlook) => wait.max(outlook.rest_us) + outlook.prefill_us,
+            None => wait + own.prefill_tokens as f64 * prefill + iteration,
+        };
         Some((wait as u64, first_token as u64))
     }
 
     /// Predicted time to serve all of `work`, in microseconds.
     pub fn drain_us(&self, work: Work, room: Room) -> u64 {
-        self.predict(work, Work::default(), room)
+        self.predict(work, Work::default(), room, None)
             .map_or(0, |(wait, _)| wait)
     }
 
