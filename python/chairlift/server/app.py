@@ -146,7 +146,8 @@ def _admin(service: Service) -> APIRouter:
     @router.post("/reload", summary="Read the configuration again")
     async def reload(request: Request) -> Response:
         service.admin(_headers(request))
-        tenants = await service.reload()
+        # An engine that is stopped takes it up later: what it does then, so does the server.
+        tenants = await answer_of(asyncio.shield(asyncio.ensure_future(service.reload())))
         return JSONResponse({"status": "reloaded", "tenants": tenants})
 
     @router.get("/usage", summary="What each tenant has used")
