@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
@@ -58,11 +59,11 @@ class ParsedPrompt:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the chat template, for ``messages``."""
 
-    def num_characters(self) -> int:
-        """About how much text there is to tokenise."""
+    def is_longer_than(self, num_characters: int) -> bool:
+        """Whether there is about more text than that to tokenise; no more is looked at."""
         if self.messages is not None:
-            return _num_characters(self.messages) + _num_characters(self.template_options)
-        return 0 if self.text is None else len(self.text)
+            return _left_of(num_characters, (self.messages, self.template_options)) < 0
+        return self.text is not None and len(self.text) > num_characters
 
     def tokenise(self, tokenizer: TokenizerLike) -> list[int]:
         """Token ids of the prompt.
@@ -171,15 +172,22 @@ def template_options(
     return options
 
 
-def _num_characters(value: object) -> int:
-    """About how much text a template can make of a value."""
+def _left_of(num_characters: int, value: object) -> int:
+    """What is left of so many characters beside about the text that a template can make of a value;
+    once it is negative, nothing more is counted."""
     if isinstance(value, str):
-        return len(value)
+        return num_characters - len(value)
+    parts: Iterable[object] = ()
     if isinstance(value, Mapping):
-        return sum(len(str(key)) + _num_characters(part) for key, part in value.items())
-    if isinstance(value, Sequence):
-        return sum(_num_characters(part) for part in value)
-    return 1
+        parts = itertools.chain.from_iterable(value.items())
+    elif isinstance(value, Sequence):
+        parts = value
+    left = num_characters - 1
+    for part in parts:
+        left = _left_of(left, part)
+        if left < 0:
+            break
+    return left
 
 
 def _token_ids(value: object) -> list[int]:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 Send = Callable[[Message], Awaitable[None]]
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
+T = TypeVar("T")
 
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (
@@ -67,7 +68,7 @@ class Exchange(Response, Generic[RequestT]):
         self.renames: Mapping[str, str] = {}
         """Names of the request's fields behind the engine's parameters, where they differ."""
         self.is_long = False
-        """Whether the body is too long for work on it to be done on the event loop."""
+        """Whether the body is too long for :meth:`work` to be done on the event loop."""
         self._kind = kind
         self._answer = answer
         self._task: asyncio.Task[None] | None = None
@@ -140,6 +141,10 @@ class Exchange(Response, Generic[RequestT]):
         if deadlines:
             options["deadline"] = min(deadlines) / 1e3
         return options
+
+    async def work(self, work: Callable[[], T]) -> T:
+        """Do work that grows with the body: on a thread if that is long."""
+        return await asyncio.to_thread(work) if self.is_long else work()
 
     async def started(self, generation: Generation) -> None:
         """Wait until the engine has scheduled all of it; what it says goes into the headers."""

@@ -28,6 +28,10 @@ from chairlift.server.messages import (
 
 MOST_ANSWERS = 128
 """Largest ``n``, as OpenAI's."""
+MOST_ENTRIES = 1_024
+"""Most entries of a list that belongs to the sampling, as the core's."""
+MOST_NAMES = 1_024
+"""Most names in ``chat_template_kwargs``."""
 
 RequestT = TypeVar("RequestT", bound="Body")
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -115,6 +119,10 @@ class GenerationRequest(Body):
             raise invalid("stream_options", "stream_options is only for stream = true")
         if not 1 <= self.n <= MOST_ANSWERS:
             raise invalid("n", f"n is {shown(self.n)}; it must be from 1 to {MOST_ANSWERS}")
+        for name in ("stop", "stop_token_ids", "logit_bias"):
+            many = getattr(self, name)
+            if isinstance(many, list | dict) and len(many) > MOST_ENTRIES:
+                raise invalid(name, f"{name} has {len(many)} entries; give {MOST_ENTRIES} at most")
         if self.stop == "" or (isinstance(self.stop, list) and "" in self.stop):
             raise invalid("stop", "stop has an empty string, which every text holds")
         if not isinstance(self.logit_bias, dict | None):
@@ -179,9 +187,9 @@ class ChatRequest(GenerationRequest):
         """Check what types cannot say."""
         super().check()
         check_messages(self.messages)
-        for name in ("chat_template_kwargs", "documents"):
-            if is_deep(getattr(self, name)):
-                raise invalid(name, f"{name} is nested deeper than {MOST_LEVELS} levels")
+        _check_variables(self.chat_template_kwargs)
+        if is_deep(self.documents):
+            raise invalid("documents", f"documents is nested deeper than {MOST_LEVELS} levels")
         for name in ("max_tokens", "max_completion_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -266,11 +274,7 @@ class TokenizeRequest(Body):
             raise invalid("prompt", "give either prompt or messages")
         if self.messages is not None:
             check_messages(self.messages)
-        if is_deep(self.chat_template_kwargs):
-            raise invalid(
-                "chat_template_kwargs",
-                f"chat_template_kwargs is nested deeper than {MOST_LEVELS} levels",
-            )
+        _check_variables(self.chat_template_kwargs)
 
 
 class DetokenizeRequest(Body):
@@ -284,6 +288,14 @@ class DetokenizeRequest(Body):
         """Check what types cannot say."""
         if any(not 0 <= token < 2**31 for token in self.tokens):
             raise invalid("tokens", "tokens has an id that is not from 0 to 2147483647")
+
+
+def _check_variables(variables: Mapping[str, object] | None) -> None:
+    name = "chat_template_kwargs"
+    if is_deep(variables):
+        raise invalid(name, f"{name} is nested deeper than {MOST_LEVELS} levels")
+    if variables is not None and len(variables) > MOST_NAMES:
+        raise invalid(name, f"{name} has {len(variables)} names; give {MOST_NAMES} at most")
 
 
 def _is_set(value: object) -> bool:
