@@ -46,6 +46,9 @@ _EVENTS = (
 _MOST_ID_CHARACTERS = 128
 INLINE_ENTRIES = 4_000
 """Log-probabilities and ids up to which an answer is written on the event loop."""
+_CATCH_UP_S = 0.5
+"""How long a client that is behind when its request is cut short has to catch up with its stream:
+less than a shutdown waits for last words."""
 
 DISCONNECTED = "disconnected"
 SLOW_READER = "slow reader"
@@ -260,11 +263,16 @@ class Exchange(Response, Generic[RequestT]):
         if record.tenant is not None:
             self.service.usage.of(record.tenant).refused += 1
         self._is_complete = True
+        try:
+            # One that is behind may only be slow.
+            async with asyncio.timeout(None if self._blocked_since is None else _CATCH_UP_S):
+                await self._send_error(error)
+        except TimeoutError:
+            self._drop()
+
+    async def _send_error(self, error: HttpError) -> None:
         if not self._is_started:
             await self._send_whole(error.status, error.body(), error.headers)
-            return
-        if self._blocked_since is not None:
-            self._drop()  # the client does not read: it would not read this either
             return
         end = {"body": error_event(error.body()), "more_body": False}
         await self._push({"type": "http.response.body", **end})
@@ -290,10 +298,10 @@ class Exchange(Response, Generic[RequestT]):
             own.append((b"x-request-class", _header_text(record.request_class)))
         record.status = status
         record.first_byte = time.monotonic() - self._arrival
-        self._is_started = True
         await self._push(
             {"type": "http.response.start", "status": status, "headers": [*headers, *own]}
         )
+        self._is_started = True
 
     async def _push(self, message: Message) -> None:
         """Send a part of the answer; waits while the client is behind."""
