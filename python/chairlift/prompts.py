@@ -37,6 +37,9 @@ class ChatPrompt(TypedDict):
     messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: NotRequired[bool]
     """Whether the template begins the answer; it does by default."""
+    add_special_tokens: NotRequired[bool]
+    """Whether the tokenizer adds what its own rules say to what the template writes (but never a
+    second bos); it does not by default."""
     chat_template_kwargs: NotRequired[Mapping[str, object]]
     """Further variables of the template."""
     cache_salt: NotRequired[str]
@@ -117,7 +120,7 @@ def parse_prompts(prompts: object) -> list[ParsedPrompt]:
 _FORMS = {
     "prompt": ("add_special_tokens",),
     "prompt_token_ids": (),
-    "messages": ("add_generation_prompt", "chat_template_kwargs"),
+    "messages": ("add_generation_prompt", "add_special_tokens", "chat_template_kwargs"),
 }
 """What may stand beside the key that tells the form, and beside ``cache_salt``."""
 
@@ -143,7 +146,9 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
         if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
             raise _invalid(f"'messages' must be a list of messages, not {_kind(messages)}")
         options = template_options(
-            prompt.get("add_generation_prompt", True), prompt.get("chat_template_kwargs")
+            prompt.get("add_generation_prompt", True),
+            prompt.get("chat_template_kwargs"),
+            add_special_tokens=prompt.get("add_special_tokens", False),
         )
         return ParsedPrompt(messages=messages, cache_salt=salt, template_options=options)
     text = prompt["prompt"]
@@ -154,9 +159,12 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
 
 
 def template_options(
-    add_generation_prompt: bool, further: Mapping[str, object] | None
+    add_generation_prompt: bool,
+    further: Mapping[str, object] | None,
+    *,
+    add_special_tokens: bool = False,
 ) -> dict[str, Any]:
-    """Keyword arguments for a chat template.
+    """Keyword arguments for ``apply_chat_template``.
 
     Raises:
         InvalidRequestError: a name is not text, or is an argument's own.
@@ -164,11 +172,13 @@ def template_options(
     options: dict[Any, Any] = {"add_generation_prompt": add_generation_prompt}
     options |= further or {}
     for name in options:
-        if not isinstance(name, str) or name in ("self", "messages"):
+        if not isinstance(name, str) or name in ("self", "messages", "add_special_tokens"):
             raise InvalidRequestError(
                 f"chat_template_kwargs must not have {name!r}; its keys are names of the template",
                 code="invalid_parameter",
             )
+    if add_special_tokens:
+        options["add_special_tokens"] = True
     return options
 
 

@@ -44,6 +44,7 @@ async def answer_chat(exchange: Exchange[ChatRequest], request: ChatRequest) -> 
     prompt: ChatPrompt = {
         "messages": messages,
         "add_generation_prompt": request.add_generation_prompt,
+        "add_special_tokens": request.add_special_tokens,
         "chat_template_kwargs": kwargs,
     }
     if request.cache_salt is not None:

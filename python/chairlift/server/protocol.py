@@ -180,6 +180,9 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
+    add_special_tokens: bool = Field(
+        False, description="beside those that the chat template writes; never a second bos"
+    )
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Items[dict[str, Any]] | None = None
 
@@ -263,7 +266,9 @@ class TokenizeRequest(Body):
 
     prompt: Text | None = None
     messages: Items[ChatMessage] | None = None
-    add_special_tokens: bool | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="left out: true for a prompt, false for messages"
+    )
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
@@ -317,6 +322,8 @@ _UNSUPPORTED: dict[str, Callable[[object], bool]] = {
     "function_call": _is_not("none", "auto"),
     "response_format": _wants_a_format,
     "modalities": _is_not(["text"], []),
+    "reasoning_effort": _is_not("none"),
+    "verbosity": _is_not("medium"),
     "audio": _is_set,
     "web_search_options": lambda _value: True,
     "suffix": _is_not(""),

@@ -38,7 +38,11 @@ def _encode(service: Service, request: TokenizeRequest) -> tuple[list[int], list
     if request.messages is not None:
         tokens = tokenizer.apply_chat_template(
             chat_messages(request.messages),
-            **template_options(request.add_generation_prompt, request.chat_template_kwargs),
+            **template_options(
+                request.add_generation_prompt,
+                request.chat_template_kwargs,
+                add_special_tokens=request.add_special_tokens is True,
+            ),
         )
     else:
         tokens = tokenizer.encode(request.prompt or "", request.add_special_tokens is not False)
