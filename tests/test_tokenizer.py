@@ -339,6 +339,20 @@ def test_templates_render_as_in_transformers(tmp_path: Path) -> None:
         assert tokenizer.apply_chat_template(messages, tools=tools) == expected
 
 
+@pytest.mark.parametrize("template", ["{{ bos_token }}", ""])
+@pytest.mark.parametrize("content", ["hi", "hi<|im_end|>"])
+def test_special_tokens_of_a_chat(template: str, content: str) -> None:
+    """Where they are asked for: one bos, whoever writes it; none that a content names."""
+    template += "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer(byte_level(adds_bos=True), config=CONFIG, chat_template=template)
+    messages = [{"role": "user", "content": content}]
+    plain = tokenizer.apply_chat_template(messages)
+    assert plain.count(0) == bool("bos_token" in template)
+    added = tokenizer.apply_chat_template(messages, add_special_tokens=True)
+    assert added == (plain if plain[0] == 0 else [0, *plain])
+    assert 2 not in added
+
+
 def test_a_template_that_writes_bos_gives_exactly_one() -> None:
     """C15."""
     ids = chat(TRIMMING, ("user", " hello "))

@@ -266,7 +266,7 @@ class AsyncEngine:
         return await answer
 
     async def _tokenise(self, prompt: ParsedPrompt) -> list[int]:
-        if prompt.num_characters() <= _INLINE_CHARACTERS:
+        if not prompt.is_longer_than(_INLINE_CHARACTERS):
             return prompt.tokenise(self.tokenizer)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenising, self._encode, prompt)

@@ -50,9 +50,9 @@ _JOIN_TIMEOUT_S = 10.0
 _LAST_JOIN_TIMEOUT_S = 0.5
 """The same for an engine that has ended: a step that it gave up was waited for long enough."""
 _SPIN_COUNT = "10000"
-"""Rounds that libgomp's threads spin for the next parallel region before they sleep. Its own 300,000
-take the core from whoever it waits for, where others need the same cores; these outlast the gaps between
-the operations of a step."""
+"""Rounds that libgomp's threads spin for the next parallel region before they sleep. Its own
+300,000 take the core from whoever it waits for, where others need the same cores; these outlast the
+gaps between the operations of a step."""
 
 
 class TokenizerLike(Protocol):

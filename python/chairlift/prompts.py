@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
@@ -36,6 +37,9 @@ class ChatPrompt(TypedDict):
     messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: NotRequired[bool]
     """Whether the template begins the answer; it does by default."""
+    add_special_tokens: NotRequired[bool]
+    """Whether the tokenizer adds what its own rules say to what the template writes (but never a
+    second bos); it does not by default."""
     chat_template_kwargs: NotRequired[Mapping[str, object]]
     """Further variables of the template."""
     cache_salt: NotRequired[str]
@@ -58,11 +62,11 @@ class ParsedPrompt:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the chat template, for ``messages``."""
 
-    def num_characters(self) -> int:
-        """About how much text there is to tokenise."""
+    def is_longer_than(self, num_characters: int) -> bool:
+        """Whether there is about more text than that to tokenise; no more is looked at."""
         if self.messages is not None:
-            return _num_characters(self.messages) + _num_characters(self.template_options)
-        return 0 if self.text is None else len(self.text)
+            return _left_of(num_characters, (self.messages, self.template_options)) < 0
+        return self.text is not None and len(self.text) > num_characters
 
     def tokenise(self, tokenizer: TokenizerLike) -> list[int]:
         """Token ids of the prompt.
@@ -116,7 +120,7 @@ def parse_prompts(prompts: object) -> list[ParsedPrompt]:
 _FORMS = {
     "prompt": ("add_special_tokens",),
     "prompt_token_ids": (),
-    "messages": ("add_generation_prompt", "chat_template_kwargs"),
+    "messages": ("add_generation_prompt", "add_special_tokens", "chat_template_kwargs"),
 }
 """What may stand beside the key that tells the form, and beside ``cache_salt``."""
 
@@ -142,7 +146,9 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
         if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
             raise _invalid(f"'messages' must be a list of messages, not {_kind(messages)}")
         options = template_options(
-            prompt.get("add_generation_prompt", True), prompt.get("chat_template_kwargs")
+            prompt.get("add_generation_prompt", True),
+            prompt.get("chat_template_kwargs"),
+            add_special_tokens=prompt.get("add_special_tokens", False),
         )
         return ParsedPrompt(messages=messages, cache_salt=salt, template_options=options)
     text = prompt["prompt"]
@@ -153,9 +159,12 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
 
 
 def template_options(
-    add_generation_prompt: bool, further: Mapping[str, object] | None
+    add_generation_prompt: bool,
+    further: Mapping[str, object] | None,
+    *,
+    add_special_tokens: bool = False,
 ) -> dict[str, Any]:
-    """Keyword arguments for a chat template.
+    """Keyword arguments for ``apply_chat_template``.
 
     Raises:
         InvalidRequestError: a name is not text, or is an argument's own.
@@ -163,23 +172,32 @@ def template_options(
     options: dict[Any, Any] = {"add_generation_prompt": add_generation_prompt}
     options |= further or {}
     for name in options:
-        if not isinstance(name, str) or name in ("self", "messages"):
+        if not isinstance(name, str) or name in ("self", "messages", "add_special_tokens"):
             raise InvalidRequestError(
                 f"chat_template_kwargs must not have {name!r}; its keys are names of the template",
                 code="invalid_parameter",
             )
+    if add_special_tokens:
+        options["add_special_tokens"] = True
     return options
 
 
-def _num_characters(value: object) -> int:
-    """About how much text a template can make of a value."""
+def _left_of(num_characters: int, value: object) -> int:
+    """What is left of so many characters beside about the text that a template can make of a value;
+    once it is negative, nothing more is counted."""
     if isinstance(value, str):
-        return len(value)
+        return num_characters - len(value)
+    parts: Iterable[object] = ()
     if isinstance(value, Mapping):
-        return sum(len(str(key)) + _num_characters(part) for key, part in value.items())
-    if isinstance(value, Sequence):
-        return sum(_num_characters(part) for part in value)
-    return 1
+        parts = itertools.chain.from_iterable(value.items())
+    elif isinstance(value, Sequence):
+        parts = value
+    left = num_characters - 1
+    for part in parts:
+        left = _left_of(left, part)
+        if left < 0:
+            break
+    return left
 
 
 def _token_ids(value: object) -> list[int]:

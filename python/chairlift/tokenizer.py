@@ -195,8 +195,9 @@ class Tokenizer:
 
         Keyword arguments (``tools``, ``documents``, ``enable_thinking``, ...) go to the template as
         plain JSON data. As in transformers nothing is added to what the template writes, so bos is
-        there if and only if the template says so. See :mod:`chairlift.chat_template` for the rule
-        that keeps control tokens out of contents.
+        there if and only if the template says so. But with ``add_special_tokens=True``, which is no
+        variable, the tokenizer adds what its own rules say, and never a second bos. See
+        :mod:`chairlift.chat_template` for the rule that keeps control tokens out of contents.
 
         Raises:
             TokenizerError: ``no_chat_template``, or what :meth:`ChatTemplate.render` raises.
@@ -210,6 +211,7 @@ class Tokenizer:
                 "chat_template.jinja beside its tokenizer.json",
                 code="no_chat_template",
             )
+        add_special_tokens = bool(kwargs.pop("add_special_tokens", False))
         variables: dict[str, object] = {"tools": None, "documents": None}
         variables |= {name: Trusted(text) for name, text in self._names.items()}
         variables |= kwargs | {"add_generation_prompt": add_generation_prompt}
@@ -221,7 +223,8 @@ class Tokenizer:
                 code="bad_chat_messages",
             ) from None
         tokenizer = self._guarded_tokenizer if guarded else self._tokenizer
-        return _encode(tokenizer, [text], add_special_tokens=False)[0]
+        ids = _encode(tokenizer, [text], add_special_tokens)[0]
+        return self._one_bos(ids) if add_special_tokens else ids
 
     @cached_property
     def _guarded_tokenizer(self) -> tokenizers.Tokenizer:

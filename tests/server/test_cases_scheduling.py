@@ -299,6 +299,32 @@ def test_long_texts_are_tokenised_beside_everything_else(start_server, way):
     server.check_alive()
 
 
+def test_texts_of_clients_that_left_are_not_tokenised(start_server):
+    """C22: only those that were begun; the rest is dropped when its client leaves."""
+    tokenizer = Gated()
+    server = start_server(ScriptedExecutor(), tokenizer=tokenizer)
+    begun = []
+    encode = tokenizer.encode
+    tokenizer.encode = lambda text, special=True: begun.append(text[0]) or encode(text, special)
+    request = http_post("/tokenize", {"prompt": "g" + "x" * 3_000})
+    socks = [server.raw(request) for _ in range(100)]
+    try:
+        server.on_loop(_until(lambda: len(_tasks("_answer_to")) == 100))
+        for sock in socks:
+            sock.close()
+        server.on_loop(_until(lambda: not _tasks("_answer_to")))
+    finally:
+        tokenizer.open.set()
+    assert server.post("/tokenize", {"prompt": "last"}).json()["count"] == 4
+    assert begun.pop() == "l"
+    assert 0 < len(begun) < 50
+    server.check_alive()
+
+
+def _tasks(name):
+    return [task for task in asyncio.all_tasks() if task.get_coro().__name__ == name]
+
+
 def test_health_tells_of_a_step_that_does_not_return(start_server):
     """C21, C22: while it stands still, and no longer."""
     executor = ScriptedExecutor()

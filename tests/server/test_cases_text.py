@@ -283,6 +283,27 @@ def test_parts_are_the_same_as_the_joined_text(model_server):
     assert model_server.post(CHAT, {"messages": first, "max_tokens": 1}).status_code == 200
 
 
+class BosTokenizer(ByteTokenizer):
+    """Adds a bos (256) where the special tokens of a chat are asked for."""
+
+    def apply_chat_template(
+        self, messages, add_generation_prompt=True, add_special_tokens=False, **kwargs
+    ):
+        ids = super().apply_chat_template(messages, add_generation_prompt, **kwargs)
+        return [256, *ids] if add_special_tokens else ids
+
+
+def test_special_tokens_of_a_chat(start_server):
+    """C15: they are added where that is asked for, and only there."""
+    server = start_server(tokenizer=BosTokenizer())
+    messages = [{"role": "user", "content": "hi"}]
+    for asked, first in ((None, ord("u")), (False, ord("u")), (True, 256)):
+        body = {"messages": messages, "return_token_ids": True, "max_tokens": 1}
+        body["add_special_tokens"] = asked
+        assert server.post(CHAT, body).json()["prompt_token_ids"][0] == first
+        assert server.post("/tokenize", body).json()["tokens"][0] == first
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_template_that_refuses(start_server, stream):
     """C16: its own words, as a 400."""

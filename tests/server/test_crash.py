@@ -16,6 +16,8 @@ from served import engine_process, finished, serving, wait_until_gone
 from test_endings import body_of, long_request
 from test_gate_http import parsed
 
+from chairlift.server.tenants import hash_key
+
 TEXT = "/v1/completions"
 LOAD = [True, False] * 4
 """Whether each client wants a stream; the first four run, the others wait."""
@@ -227,3 +229,31 @@ def test_questions_to_an_engine_that_is_stopped(start_server, monkeypatch):
         metrics, *others = [client.get(path) for path in paths]
         assert "\nchairlift:num_requests_running{" in metrics.text
         assert {answer.status_code for answer in others} == {200}
+
+
+def test_a_reload_of_an_engine_that_is_stopped(start_server, monkeypatch, tmp_path):
+    """It is told that nobody answers; when the engine goes on, it and the server reload both."""
+    monkeypatch.setattr("chairlift.server.errors._ANSWER_TIMEOUT_S", 0.2)
+    path = tmp_path / "chairlift.toml"
+    path.write_text("")
+    server = start_server(
+        "serve_executors:Quick",
+        isolation="process",
+        num_kv_blocks=64,
+        settings={"api_keys": ("sesame",), "config_source": path},
+    )
+    path.write_text(f'[tenants.acme]\nweight = 7\n[keys.a]\nhash = "{hash_key("new")}"\n')
+
+    def models(key):
+        headers = {"authorization": f"Bearer {key}"}
+        return server.client.get("/v1/models", headers=headers).status_code
+
+    os.kill(server.engine._engine.pid, signal.SIGSTOP)
+    try:
+        answer = server.client.post("/admin/reload", headers={"authorization": "Bearer sesame"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stalled")
+        assert models("new") == 401
+    finally:
+        os.kill(server.engine._engine.pid, signal.SIGCONT)
+    wait(lambda: models("new") == 200)
+    assert server.engine.config.policy.tenants["acme"].weight == 7

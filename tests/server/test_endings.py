@@ -376,6 +376,27 @@ class TestTheDrain:
         assert server.exit_code == 0
         assert time.monotonic() - start < LONG
 
+    def test_a_client_that_is_behind_hears_of_it(self, start_server):
+        """It only was slow: it reads what there is, and then the error."""
+        executor = ScriptedExecutor(step_time=0.0005, num_kv_blocks=4_096)
+        server = start_server(
+            executor, max_model_len=16_384, settings={"shutdown_grace": 0.1, "log_requests": False}
+        )
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            sock.connect(("127.0.0.1", server.port))
+            sock.sendall(long_request(logprobs=20, n=4, max_tokens=16_000, ignore_eos=True))
+            _wait(lambda: server.service.live)
+            (exchange,) = server.service.live
+            _wait(lambda: time.monotonic() - (exchange._blocked_since or time.monotonic()) > 0.1)
+            server.drain()
+            _wait(lambda: exchange._interruption is not None)
+            chunks = events(body_of(read_all(sock)))
+        assert len(chunks) > 10
+        assert chunks[-1]["error"]["code"] == "draining"
+        server.join()
+        assert server.exit_code == 0
+
     def test_nobody_is_there(self, start_server):
         server = start_server()
         server.drain()

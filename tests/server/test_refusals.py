@@ -95,6 +95,9 @@ MISTYPED_CHATS = [
     ("messages", [{"role": "user", "content": "x", "extra": nested(101)}]),
     ("messages", [{"role": "user", "content": "x", "tool_calls": [{"id": nested(101)}]}]),
     ("chat_template_kwargs", []),
+    ("chat_template_kwargs", {"add_special_tokens": True}),
+    ("reasoning_effort", "low"),
+    ("verbosity", "high"),
 ]
 MISTYPED = [
     ("max_tokens", "8"),
@@ -338,6 +341,8 @@ def test_null_is_the_default_and_unknown_fields_are_ignored(server):
         "tool_choice": "none",
         "response_format": {"type": "text"},
         "modalities": ["text"],
+        "reasoning_effort": "none",
+        "verbosity": "medium",
         "parallel_tool_calls": True,
         "store": False,
         "metadata": {"a": "b"},

@@ -16,7 +16,12 @@ from starlette.exceptions import HTTPException
 
 from chairlift.errors import ChairliftError
 from chairlift.server import pages
-from chairlift.server.body import INLINE_BYTES, ClientGoneError, parse_body
+from chairlift.server.body import (
+    INLINE_BYTES,
+    ClientGoneError,
+    parse_body,
+    unless_client_leaves,
+)
 from chairlift.server.chat import answer_chat
 from chairlift.server.completions import answer_completion
 from chairlift.server.errors import HttpError, answer_of, as_http
@@ -146,7 +151,8 @@ def _admin(service: Service) -> APIRouter:
     @router.post("/reload", summary="Read the configuration again")
     async def reload(request: Request) -> Response:
         service.admin(_headers(request))
-        tenants = await service.reload()
+        # An engine that is stopped takes it up later: what it does then, so does the server.
+        tenants = await answer_of(asyncio.shield(asyncio.ensure_future(service.reload())))
         return JSONResponse({"status": "reloaded", "tenants": tenants})
 
     @router.get("/usage", summary="What each tenant has used")
@@ -186,17 +192,26 @@ async def _answer(
     service.open_engine()
     try:
         body = await service.read_body(request.receive, headers)
-        parsed = await parse_body(body, lambda data: read_request(kind, data))
-        service.check_model(parsed.model)
-        content = await answer(service, parsed)
-        if len(body) <= INLINE_BYTES:
-            return JSONResponse(content)
-        written = await asyncio.to_thread(write_long, content)
-        return Response(written, media_type="application/json")
+        return await unless_client_leaves(request.receive, _answer_to(service, body, kind, answer))
     except ClientGoneError:
         return Response(status_code=499)
     except (ChairliftError, HttpError) as error:
         return _error_response(as_http(error, prompt_field=kind.prompt_field, renames={}))
+
+
+async def _answer_to(
+    service: Service,
+    body: bytes,
+    kind: type[Any],
+    answer: Callable[[Service, Any], Awaitable[dict[str, object]]],
+) -> Response:
+    parsed = await parse_body(body, lambda data: read_request(kind, data))
+    service.check_model(parsed.model)
+    content = await answer(service, parsed)
+    if len(body) <= INLINE_BYTES:
+        return JSONResponse(content)
+    written = await asyncio.to_thread(write_long, content)
+    return Response(written, media_type="application/json")
 
 
 def _model(service: Service, name: str) -> dict[str, object]:

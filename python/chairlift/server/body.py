@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]  # not in the stubs
 from typing import Any, TypeVar
 
@@ -57,6 +57,28 @@ async def read_body(
         parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do work for a client whose body was read, and cancel it if the client leaves before its end.
+
+    Raises:
+        ClientGoneError: it has left.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return await working
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def parse_body(body: bytes, read: Callable[[dict[str, Any]], T]) -> T:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
     from chairlift.outputs import Delta
     from chairlift.prompts import ChatPrompt
+    from chairlift.sampling import SamplingParams
 
 
 async def answer_chat(exchange: Exchange[ChatRequest], request: ChatRequest) -> None:
@@ -25,17 +25,17 @@ async def answer_chat(exchange: Exchange[ChatRequest], request: ChatRequest) -> 
     service, engine = exchange.service, exchange.engine
     exchange.renames = {"logprobs": "top_logprobs", "max_tokens": _limit_name(request)}
     model = service.check_model(request.model)
-    check_size(
-        _texts(request.messages), service.vocabulary, engine.limits["max_model_len"], "messages"
-    )
-    params = request.sampling(
-        max_tokens=request.token_limit,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-    )
-    if exchange.is_long:
-        messages = await asyncio.to_thread(chat_messages, request.messages)
-    else:
-        messages = chat_messages(request.messages)
+    vocabulary, max_model_len = service.vocabulary, engine.limits["max_model_len"]
+
+    def read() -> tuple[SamplingParams, list[dict[str, object]]]:
+        check_size(_texts(request.messages), vocabulary, max_model_len, "messages")
+        params = request.sampling(
+            max_tokens=request.token_limit,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        )
+        return params, chat_messages(request.messages)
+
+    params, messages = await exchange.work(read)
     if service.settings.log_prompts:
         exchange.record.prompt = messages
     kwargs = dict(request.chat_template_kwargs or {})
@@ -44,6 +44,7 @@ async def answer_chat(exchange: Exchange[ChatRequest], request: ChatRequest) -> 
     prompt: ChatPrompt = {
         "messages": messages,
         "add_generation_prompt": request.add_generation_prompt,
+        "add_special_tokens": request.add_special_tokens,
         "chat_template_kwargs": kwargs,
     }
     if request.cache_salt is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,14 +19,13 @@ from chairlift.server.generation import Answer, Generation, check_size, collect,
 from chairlift.server.logprobs import CompletionLogprobs, Shower
 from chairlift.server.protocol import CompletionRequest
 from chairlift.server.sse import Chunks
-from chairlift.server.vocabulary import TextOffsets
+from chairlift.server.vocabulary import TextOffsets, Vocabulary
 
 if TYPE_CHECKING:
     from chairlift.async_engine import AsyncEngine
     from chairlift.delta_stream import DeltaStream
     from chairlift.outputs import Delta
     from chairlift.prompts import Prompt, TextPrompt, TokensPrompt
-    from chairlift.server.service import Service
 
 _INLINE_TOKENS = 1_000
 """A prompt up to this long is shown on the event loop."""
@@ -41,14 +40,20 @@ async def answer_completion(
     """Serve one request."""
     service, engine = exchange.service, exchange.engine
     model = service.check_model(request.model)
-    prompts = read_prompts(request.prompt, service.settings.max_prompts)
-    for prompt in prompts:
-        _check_prompt(prompt, service, engine)
+    vocabulary, limits = service.vocabulary, engine.limits
+
+    def read() -> list[TextOrIds]:
+        prompts = read_prompts(request.prompt, service.settings.max_prompts)
+        for prompt in prompts:
+            _check_prompt(prompt, vocabulary, limits)
+        return prompts
+
+    prompts = await exchange.work(read)
     if service.settings.log_prompts:
         exchange.record.prompt = prompts
     shape = _Shape(
         request=request,
-        shower=Shower(service.vocabulary, as_ids=request.return_tokens_as_token_ids),
+        shower=Shower(vocabulary, as_ids=request.return_tokens_as_token_ids),
         head={
             "id": new_id("cmpl"),
             "object": "text_completion",
@@ -61,13 +66,14 @@ async def answer_completion(
         await _answer_echo(exchange, shape, prompts)
         return
     options = exchange.options(request)
-    params = request.sampling(max_tokens=max(request.max_tokens, 1), logprobs=request.logprobs)
+    asked = request
     if request.echo and request.logprobs is not None:
         exchange.renames = {"prompt_logprobs": "logprobs"}
         most = max(request.logprobs, request.prompt_logprobs or 0)
-        params = request.model_copy(update={"prompt_logprobs": most}).sampling(
-            max_tokens=max(request.max_tokens, 1), logprobs=request.logprobs
-        )
+        asked = request.model_copy(update={"prompt_logprobs": most})
+    params = await exchange.work(
+        lambda: asked.sampling(max_tokens=max(request.max_tokens, 1), logprobs=request.logprobs)
+    )
     streams = [
         engine.generate(
             _engine_prompt(prompt, request), params, priority=request.priority, **options
@@ -335,13 +341,12 @@ def _ids(value: list[object], name: str) -> list[int]:
     return value  # type: ignore[return-value]  # just checked
 
 
-def _check_prompt(prompt: TextOrIds, service: Service, engine: AsyncEngine) -> None:
+def _check_prompt(prompt: TextOrIds, vocabulary: Vocabulary, limits: Mapping[str, int]) -> None:
     """Check what can be checked without tokenising, so that one bad prompt refuses all."""
-    limits = engine.limits
     if isinstance(prompt, str):
         if not prompt:
             raise invalid("prompt", "the prompt is empty; give at least one token", "empty_prompt")
-        check_size([prompt], service.vocabulary, limits["max_model_len"], "prompt")
+        check_size([prompt], vocabulary, limits["max_model_len"], "prompt")
     else:
         _check_length(len(prompt), limits["max_model_len"])
         largest = max(prompt)

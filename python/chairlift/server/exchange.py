@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 Send = Callable[[Message], Awaitable[None]]
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
+T = TypeVar("T")
 
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (
@@ -45,6 +46,9 @@ _EVENTS = (
 _MOST_ID_CHARACTERS = 128
 INLINE_ENTRIES = 4_000
 """Log-probabilities and ids up to which an answer is written on the event loop."""
+_CATCH_UP_S = 0.5
+"""How long a client that is behind when its request is cut short has to catch up with its stream:
+less than a shutdown waits for last words."""
 
 DISCONNECTED = "disconnected"
 SLOW_READER = "slow reader"
@@ -67,7 +71,7 @@ class Exchange(Response, Generic[RequestT]):
         self.renames: Mapping[str, str] = {}
         """Names of the request's fields behind the engine's parameters, where they differ."""
         self.is_long = False
-        """Whether the body is too long for work on it to be done on the event loop."""
+        """Whether the body is too long for :meth:`work` to be done on the event loop."""
         self._kind = kind
         self._answer = answer
         self._task: asyncio.Task[None] | None = None
@@ -140,6 +144,10 @@ class Exchange(Response, Generic[RequestT]):
         if deadlines:
             options["deadline"] = min(deadlines) / 1e3
         return options
+
+    async def work(self, work: Callable[[], T]) -> T:
+        """Do work that grows with the body: on a thread if that is long."""
+        return await asyncio.to_thread(work) if self.is_long else work()
 
     async def started(self, generation: Generation) -> None:
         """Wait until the engine has scheduled all of it; what it says goes into the headers."""
@@ -255,11 +263,16 @@ class Exchange(Response, Generic[RequestT]):
         if record.tenant is not None:
             self.service.usage.of(record.tenant).refused += 1
         self._is_complete = True
+        try:
+            # One that is behind may only be slow.
+            async with asyncio.timeout(None if self._blocked_since is None else _CATCH_UP_S):
+                await self._send_error(error)
+        except TimeoutError:
+            self._drop()
+
+    async def _send_error(self, error: HttpError) -> None:
         if not self._is_started:
             await self._send_whole(error.status, error.body(), error.headers)
-            return
-        if self._blocked_since is not None:
-            self._drop()  # the client does not read: it would not read this either
             return
         end = {"body": error_event(error.body()), "more_body": False}
         await self._push({"type": "http.response.body", **end})
@@ -285,10 +298,10 @@ class Exchange(Response, Generic[RequestT]):
             own.append((b"x-request-class", _header_text(record.request_class)))
         record.status = status
         record.first_byte = time.monotonic() - self._arrival
-        self._is_started = True
         await self._push(
             {"type": "http.response.start", "status": status, "headers": [*headers, *own]}
         )
+        self._is_started = True
 
     async def _push(self, message: Message) -> None:
         """Send a part of the answer; waits while the client is behind."""

@@ -28,6 +28,10 @@ from chairlift.server.messages import (
 
 MOST_ANSWERS = 128
 """Largest ``n``, as OpenAI's."""
+MOST_ENTRIES = 1_024
+"""Most entries of a list that belongs to the sampling, as the core's."""
+MOST_NAMES = 1_024
+"""Most names in ``chat_template_kwargs``."""
 
 RequestT = TypeVar("RequestT", bound="Body")
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -115,6 +119,10 @@ class GenerationRequest(Body):
             raise invalid("stream_options", "stream_options is only for stream = true")
         if not 1 <= self.n <= MOST_ANSWERS:
             raise invalid("n", f"n is {shown(self.n)}; it must be from 1 to {MOST_ANSWERS}")
+        for name in ("stop", "stop_token_ids", "logit_bias"):
+            many = getattr(self, name)
+            if isinstance(many, list | dict) and len(many) > MOST_ENTRIES:
+                raise invalid(name, f"{name} has {len(many)} entries; give {MOST_ENTRIES} at most")
         if self.stop == "" or (isinstance(self.stop, list) and "" in self.stop):
             raise invalid("stop", "stop has an empty string, which every text holds")
         if not isinstance(self.logit_bias, dict | None):
@@ -172,6 +180,9 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
+    add_special_tokens: bool = Field(
+        False, description="beside those that the chat template writes; never a second bos"
+    )
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Items[dict[str, Any]] | None = None
 
@@ -179,9 +190,9 @@ class ChatRequest(GenerationRequest):
         """Check what types cannot say."""
         super().check()
         check_messages(self.messages)
-        for name in ("chat_template_kwargs", "documents"):
-            if is_deep(getattr(self, name)):
-                raise invalid(name, f"{name} is nested deeper than {MOST_LEVELS} levels")
+        _check_variables(self.chat_template_kwargs)
+        if is_deep(self.documents):
+            raise invalid("documents", f"documents is nested deeper than {MOST_LEVELS} levels")
         for name in ("max_tokens", "max_completion_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -255,7 +266,9 @@ class TokenizeRequest(Body):
 
     prompt: Text | None = None
     messages: Items[ChatMessage] | None = None
-    add_special_tokens: bool | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="left out: true for a prompt, false for messages"
+    )
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
@@ -266,11 +279,7 @@ class TokenizeRequest(Body):
             raise invalid("prompt", "give either prompt or messages")
         if self.messages is not None:
             check_messages(self.messages)
-        if is_deep(self.chat_template_kwargs):
-            raise invalid(
-                "chat_template_kwargs",
-                f"chat_template_kwargs is nested deeper than {MOST_LEVELS} levels",
-            )
+        _check_variables(self.chat_template_kwargs)
 
 
 class DetokenizeRequest(Body):
@@ -284,6 +293,14 @@ class DetokenizeRequest(Body):
         """Check what types cannot say."""
         if any(not 0 <= token < 2**31 for token in self.tokens):
             raise invalid("tokens", "tokens has an id that is not from 0 to 2147483647")
+
+
+def _check_variables(variables: Mapping[str, object] | None) -> None:
+    name = "chat_template_kwargs"
+    if is_deep(variables):
+        raise invalid(name, f"{name} is nested deeper than {MOST_LEVELS} levels")
+    if variables is not None and len(variables) > MOST_NAMES:
+        raise invalid(name, f"{name} has {len(variables)} names; give {MOST_NAMES} at most")
 
 
 def _is_set(value: object) -> bool:
@@ -305,6 +322,8 @@ _UNSUPPORTED: dict[str, Callable[[object], bool]] = {
     "function_call": _is_not("none", "auto"),
     "response_format": _wants_a_format,
     "modalities": _is_not(["text"], []),
+    "reasoning_effort": _is_not("none"),
+    "verbosity": _is_not("medium"),
     "audio": _is_set,
     "web_search_options": lambda _value: True,
     "suffix": _is_not(""),
