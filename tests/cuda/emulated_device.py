@@ -25,11 +25,22 @@ from chairlift.cuda_kernels.catalogue import SOURCES, header_names, read_source
 
 HEADERS = Path(__file__).parent / "emulator"
 FLAGS = (
-    "-std=c++17 -O2 -shared -fPIC -Wall -Wextra -Werror -Wno-unknown-pragmas -Wno-unused-function "
-    "-Wno-clobbered -ffp-contract=off -fno-strict-aliasing -U_FORTIFY_SOURCE "
-    "-fsanitize=bounds-strict,alignment,signed-integer-overflow,shift,integer-divide-by-zero "
-    "-fsanitize-undefined-trap-on-error"
-).split()
+    "-std=c++17",
+    "-O2",
+    "-shared",
+    "-fPIC",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-function",
+    "-Wno-clobbered",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-U_FORTIFY_SOURCE",
+    "-fsanitize=bounds-strict,alignment,signed-integer-overflow,shift,integer-divide-by-zero",
+    "-fsanitize-undefined-trap-on-error",
+)
 
 
 class EmulatorError(Exception):
@@ -173,8 +184,12 @@ class EmulatedDevice:
         """Copy a tensor into guarded memory; returns its address there."""
         tensor = tensor.contiguous()
         address = self._library.allocate(name, tensor.nbytes, self._schedule.at_end, fill=True)
-        ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
+        self.write(address, tensor)
         return address
+
+    def write(self, address: int, tensor: torch.Tensor) -> None:
+        """Copy a tensor to an address of the device."""
+        ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
 
     def download(self, address: int, like: torch.Tensor) -> torch.Tensor:
         """Copy a tensor of that shape and type back."""
