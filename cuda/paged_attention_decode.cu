@@ -15,7 +15,7 @@
 // depend on the rows beside it. Invariants: keys that no row sees are not loaded; offsets are 64-bit before they are multiplied. Not
 // here: rotation and the write of the cache (kv_cache_write.cu), which run before.
 
-#include "device.cuh"
+#include "paged.cuh"
 
 /// One launch: grid (items, kv_heads, ceil(max_rows / ROWS)), block THREADS, shared decode_shared_bytes.
 struct PagedAttentionDecodeParams {
@@ -59,7 +59,6 @@ struct PagedAttentionCombineParams {
 namespace {
 
 constexpr int THREADS = 128;
-constexpr float LOG2_E = 1.4426950408889634f;
 
 /// How a block's threads share keys and dimensions.
 template <class T, int HEAD_DIM>
@@ -73,18 +72,6 @@ struct Layout {
     static constexpr int UNROLL = 4;  // keys that a worker has in flight
     static_assert(HEAD_DIM % SIZE == 0, "a head must be whole vectors");
 };
-
-/// What scores are taken relative to: their maximum, or anything finite where no key was seen.
-__device__ __forceinline__ float finite_base(float highest) {
-    return highest == minus_infinity() ? 0.0f : highest;
-}
-
-/// Index of a row among all heads of all tokens.
-template <class Params>
-__device__ __forceinline__ long long row_index(int first_query, int row, const Params& params) {
-    const long long token = first_query + row / params.group;
-    return (token * params.kv_heads + blockIdx.y) * params.group + row % params.group;
-}
 
 /// What the item at hand is about.
 struct Item {
@@ -184,28 +171,6 @@ struct Softmax {
     }
 };
 
-/// Keys that a row sees: [first, end). An idle row sees none.
-struct Visible {
-    int first;
-    int end;
-};
-
-__device__ __forceinline__ Visible visible(const Item& item, int row, const PagedAttentionDecodeParams& params) {
-    if (row >= item.rows) return {0, 0};
-    const int end = item.context + row / params.group + 1;
-    return {params.window > 0 && end > params.window ? end - params.window : 0, end};
-}
-
-/// Where key `token` of the sequence begins in either cache.
-__device__ __forceinline__ long long cache_offset(const Item& item, int token, int head_dim,
-                                                  const PagedAttentionDecodeParams& params) {
-    const int index = static_cast<int>(static_cast<unsigned long long>(token) * params.block_magic >>
-                                       (31 + params.block_shift));
-    const long long block = params.block_ids[params.block_table_offsets[item.sequence] + index];
-    const int in_block = token - index * params.block_size;
-    return ((block * params.kv_heads + blockIdx.y) * params.block_size + in_block) * head_dim;
-}
-
 /// Takes the rows' queries, times the scale, and begins with nothing seen.
 template <class T, int HEAD_DIM, int ROWS>
 __device__ __forceinline__ void load_queries(Softmax<T, HEAD_DIM, ROWS>& softmax, const Item& item, int first_row,
@@ -236,9 +201,9 @@ __device__ __forceinline__ void read_keys(Softmax<T, HEAD_DIM, ROWS>& softmax, c
     const int last_row = min(first_row + ROWS, item.rows) - 1;
     constexpr int TILE = L::WORKERS * L::UNROLL;
     const int chunk_begin = item.chunk * params.chunk_tokens;
-    const int first_seen = visible(item, first_row, params).first;
+    const int first_seen = visible(item.context, item.rows, first_row, params).first;
     const int begin = max(first_seen - chunk_begin, 0) / TILE * TILE + chunk_begin;
-    const int end = min(visible(item, last_row, params).end, chunk_begin + params.chunk_tokens);
+    const int end = min(visible(item.context, item.rows, last_row, params).end, chunk_begin + params.chunk_tokens);
     for (int tile = begin; tile < end; tile += TILE) {
         long long offsets[L::UNROLL];
         bool wanted[L::UNROLL];
@@ -248,7 +213,7 @@ __device__ __forceinline__ void read_keys(Softmax<T, HEAD_DIM, ROWS>& softmax, c
         for (int u = 0; u < L::UNROLL; ++u) {
             const int token = tile + u * L::WORKERS + worker;
             wanted[u] = token >= first_seen && token < end;
-            offsets[u] = wanted[u] ? cache_offset(item, token, HEAD_DIM, params) : 0;
+            offsets[u] = wanted[u] ? cache_offset<HEAD_DIM>(item.sequence, token, params) : 0;
             load_row<T, HEAD_DIM>(loaded[u], static_cast<const T*>(params.k_cache) + offsets[u], wanted[u], lane);
         }
 #pragma unroll
@@ -257,10 +222,8 @@ __device__ __forceinline__ void read_keys(Softmax<T, HEAD_DIM, ROWS>& softmax, c
             const int token = tile + u * L::WORKERS + worker;
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                const Visible seen = visible(item, first_row + r, params);
-                float score = scores[u][r];
-                if (params.soft_cap > 0.0f) score = params.soft_cap * tanhf(score / params.soft_cap);
-                scores[u][r] = token >= seen.first && token < seen.end ? score * LOG2_E : minus_infinity();
+                const Visible seen = visible(item.context, item.rows, first_row + r, params);
+                scores[u][r] = weighable(scores[u][r], token, seen, params);
             }
         }
 #pragma unroll

@@ -14,17 +14,22 @@ from chairlift.cuda_kernels.catalogue import (
     DECODE_ROWS,
     DECODE_THREADS,
     HEAD_DIMS,
+    PREFILL_ROWS,
+    PREFILL_THREADS,
     decode_kernel,
     decode_rows,
     decode_shared_bytes,
+    prefill_kernel,
+    prefill_shared_bytes,
 )
 from chairlift.cuda_kernels.params import (
     KvCacheWriteParams,
     PagedAttentionCombineParams,
     PagedAttentionDecodeParams,
+    PagedAttentionPrefillParams,
     division_by,
 )
-from chairlift.cuda_kernels.work import DecodeWork, cut_decode_work
+from chairlift.cuda_kernels.work import DecodeWork, cut_decode_work, cut_prefill_work
 
 if TYPE_CHECKING:
     from chairlift.executor import StepPlan
@@ -43,12 +48,19 @@ def decode_library(dtype: torch.dtype) -> KernelLibrary:
     return library_of("paged_attention_decode", (*kernels, f"paged_attention_combine<{name}>"))
 
 
+def prefill_library(dtype: torch.dtype) -> KernelLibrary:
+    kernels = [prefill_kernel(TYPE_NAMES[dtype], dim) for dim in HEAD_DIMS]
+    return library_of("paged_attention_prefill", tuple(kernels))
+
+
 @dataclass
 class EmulatedBackend:
-    """Cache write, then decode attention, under one schedule."""
+    """Cache write, then attention by either kernel, under one schedule."""
 
     schedule: Schedule = SCHEDULES[0]
     chunk_tokens: int = 64
+    prefill: bool = False
+    """Whether the prefill kernel attends."""
     work: DecodeWork | None = field(default=None, init=False)
     """How the last call was cut."""
 
@@ -64,7 +76,8 @@ class EmulatedBackend:
         params: AttentionParams,
     ) -> torch.Tensor:
         q = self.write(qkv, k_cache, v_cache, metadata, params)
-        return self.attend(q, k_cache, v_cache, metadata, params)
+        attend = self.attend_prefill if self.prefill else self.attend_decode
+        return attend(q, k_cache, v_cache, metadata, params)
 
     def write(self, qkv, k_cache, v_cache, metadata, params) -> torch.Tensor:
         """Write the caches in place and return the rotated queries."""
@@ -107,8 +120,8 @@ class EmulatedBackend:
                 cache.copy_(device.download(addresses[name], cache))
             return device.download(addresses["q_out"], q)
 
-    def attend(self, q, k_cache, v_cache, metadata, params) -> torch.Tensor:
-        """Attention over what the caches hold."""
+    def attend_decode(self, q, k_cache, v_cache, metadata, params) -> torch.Tensor:
+        """Attention over what the caches hold, cut along the keys and combined."""
         work = cut_decode_work(
             metadata.query_start_loc,
             metadata.seq_lens,
@@ -125,11 +138,10 @@ class EmulatedBackend:
         out = torch.full_like(q, float("nan"))
         with EmulatedDevice(decode_library(q.dtype), self.schedule) as device:
             out_address = device.upload("out", out)
+            starts = device.upload("query_start_loc", torch.tensor(metadata.query_start_loc))
             shared = {
                 "out": out_address,
-                "query_start_loc": device.upload(
-                    "query_start_loc", torch.tensor(metadata.query_start_loc)
-                ),
+                "query_start_loc": starts,
                 "partial_out": device.upload(
                     "partial_out", torch.full((*shape, params.head_dim), float("nan"))
                 ),
@@ -140,7 +152,6 @@ class EmulatedBackend:
                 "group": group,
                 "max_rows": max_rows,
             }
-            magic, shift = division_by(k_cache.shape[2])
             type_name, rows = TYPE_NAMES[q.dtype], decode_rows(max_rows)
             device.launch(
                 decode_kernel(type_name, params.head_dim, rows),
@@ -148,21 +159,8 @@ class EmulatedBackend:
                 DECODE_THREADS,
                 PagedAttentionDecodeParams(
                     **shared,
-                    q=device.upload("q", q),
-                    k_cache=device.upload("k_cache", k_cache),
-                    v_cache=device.upload("v_cache", v_cache),
-                    seq_lens=device.upload("seq_lens", torch.tensor(metadata.seq_lens)),
-                    block_table_offsets=device.upload(
-                        "block_table_offsets", torch.tensor(metadata.block_table_offsets)
-                    ),
-                    block_ids=device.upload("block_ids", torch.tensor(metadata.block_ids)),
+                    **_inputs(device, q, k_cache, v_cache, metadata, params),
                     items=device.upload("items", items),
-                    scale=params.scale,
-                    soft_cap=params.soft_cap,
-                    window=params.window,
-                    block_size=k_cache.shape[2],
-                    block_magic=magic,
-                    block_shift=shift,
                     chunk_tokens=self.chunk_tokens,
                 ),
                 decode_shared_bytes(type_name, params.head_dim, rows),
@@ -178,3 +176,53 @@ class EmulatedBackend:
                 ),
             )
             return device.download(out_address, out)
+
+    def attend_prefill(self, q, k_cache, v_cache, metadata, params) -> torch.Tensor:
+        """Attention over what the caches hold, by tiles of rows on tensor cores."""
+        group = params.num_heads // params.num_kv_heads
+        items = torch.tensor(
+            cut_prefill_work(
+                metadata.query_start_loc, metadata.seq_lens, group=group, tile_rows=PREFILL_ROWS
+            )
+        )
+        items = torch.cat((items, torch.full((1, 2), -1, dtype=torch.int32)))
+        out = torch.full_like(q, float("nan"))
+        with EmulatedDevice(prefill_library(q.dtype), self.schedule) as device:
+            address = device.upload("out", out)
+            starts = device.upload("query_start_loc", torch.tensor(metadata.query_start_loc))
+            device.launch(
+                prefill_kernel(TYPE_NAMES[q.dtype], params.head_dim),
+                (len(items), params.num_kv_heads, 1),
+                PREFILL_THREADS,
+                PagedAttentionPrefillParams(
+                    **_inputs(device, q, k_cache, v_cache, metadata, params),
+                    out=address,
+                    query_start_loc=starts,
+                    items=device.upload("items", items),
+                    kv_heads=params.num_kv_heads,
+                    group=group,
+                ),
+                prefill_shared_bytes(params.head_dim),
+            )
+            return device.download(address, out)
+
+
+def _inputs(device, q, k_cache, v_cache, metadata, params) -> dict[str, object]:
+    """Fields that both attention kernels read."""
+    magic, shift = division_by(k_cache.shape[2])
+    return {
+        "q": device.upload("q", q),
+        "k_cache": device.upload("k_cache", k_cache),
+        "v_cache": device.upload("v_cache", v_cache),
+        "seq_lens": device.upload("seq_lens", torch.tensor(metadata.seq_lens)),
+        "block_table_offsets": device.upload(
+            "block_table_offsets", torch.tensor(metadata.block_table_offsets)
+        ),
+        "block_ids": device.upload("block_ids", torch.tensor(metadata.block_ids)),
+        "scale": params.scale,
+        "soft_cap": params.soft_cap,
+        "window": params.window,
+        "block_size": k_cache.shape[2],
+        "block_magic": magic,
+        "block_shift": shift,
+    }

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from decode_cases import CHUNK, TOLERANCES, Case
+from attention_table import CHUNK, TOLERANCES, Case
 from emulated_attention import TYPE_NAMES, EmulatedBackend, decode_library, write_library
 from emulated_device import (
     SCHEDULES,

@@ -13,8 +13,14 @@ DECODE_ROWS = (1, 4, 8)
 """Rows (query tokens times heads of a group) that a block of the decode kernel takes at once."""
 DECODE_THREADS = 128
 """Threads of a block of the decode and combine kernels."""
+PREFILL_THREADS = 128
+"""Threads of a block of the prefill kernel."""
+PREFILL_ROWS = 64
+"""Rows of a block of the prefill kernel."""
 TYPES = ("float", "Half", "BFloat16")
 """The kernels' names of float32, float16 and bfloat16."""
+HALF_TYPES = ("Half", "BFloat16")
+"""Those that tensor cores multiply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,17 @@ def decode_shared_bytes(type_name: str, head_dim: int, rows: int) -> int:
     return 4 * (workers * rows * (head_dim + 2) + 2 * rows)
 
 
+def prefill_kernel(type_name: str, head_dim: int) -> str:
+    """Name the prefill kernel; there is none for ``float``, which the decode kernel serves."""
+    return f"paged_attention_prefill<{type_name}, {head_dim}>"
+
+
+def prefill_shared_bytes(head_dim: int) -> int:
+    """Shared memory of a block of the prefill kernel (``Tiles`` in its source)."""
+    keys = 32 if head_dim > 128 else 64
+    return 2 * (PREFILL_ROWS + 2 * keys) * (head_dim + 8)
+
+
 def _of_each_type(kernel: str) -> tuple[str, ...]:
     return tuple(f"{kernel}<{type_name}>" for type_name in TYPES)
 
@@ -72,6 +89,15 @@ SOURCES = {
                 for rows in DECODE_ROWS
             )
             + _of_each_type("paged_attention_combine"),
+        ),
+        KernelSource(
+            "paged_attention_prefill",
+            (params.PagedAttentionPrefillParams,),
+            tuple(
+                prefill_kernel(type_name, head_dim)
+                for type_name in HALF_TYPES
+                for head_dim in HEAD_DIMS
+            ),
         ),
         KernelSource("rms_norm", (params.RmsNormParams,), _of_each_type("rms_norm")),
         KernelSource("silu_mul", (params.SiluMulParams,), _of_each_type("silu_mul")),

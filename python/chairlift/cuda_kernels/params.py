@@ -88,6 +88,30 @@ class PagedAttentionCombineParams(Structure):
     )
 
 
+class PagedAttentionPrefillParams(Structure):
+    """``paged_attention_prefill.cu``."""
+
+    _fields_ = (
+        ("q", c_void_p),
+        ("k_cache", c_void_p),
+        ("v_cache", c_void_p),
+        ("out", c_void_p),
+        ("query_start_loc", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_table_offsets", c_void_p),
+        ("block_ids", c_void_p),
+        ("items", c_void_p),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+        ("window", c_int),
+        ("kv_heads", c_int),
+        ("group", c_int),
+        ("block_size", c_int),
+        ("block_magic", c_uint),
+        ("block_shift", c_int),
+    )
+
+
 class RmsNormParams(Structure):
     """``rms_norm.cu``."""
 

@@ -1,4 +1,4 @@
-"""Work lists of the decode attention: which block of the grid takes which chunk of which sequence."""
+"""Work lists of the attention kernels: which block of the grid takes which part of which sequence."""
 
 from __future__ import annotations
 
@@ -65,3 +65,20 @@ def cut_decode_work(
         int(partials.sum()),
         int(queries.max(initial=0)),
     )
+
+
+def cut_prefill_work(
+    query_start_loc: Int32Array, seq_lens: Int32Array, *, group: int, tile_rows: int
+) -> Int32Array:
+    """Cut the query tokens of sequences ``[N]`` into tiles of rows: ``[items, 2]`` sequence, tile.
+
+    What sees the most keys comes first, so that no long block begins when the others end.
+    """
+    queries = np.diff(query_start_loc)
+    counts = -(-queries * group // tile_rows)
+    sequence = np.repeat(np.arange(len(seq_lens)), counts)
+    tile = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
+    last_token = np.minimum((tile + 1) * tile_rows // group, queries[sequence])
+    keys = seq_lens[sequence] - queries[sequence] + last_token
+    order = np.argsort(-keys, kind="stable")
+    return np.stack((sequence, tile), axis=1)[order].astype(np.int32)

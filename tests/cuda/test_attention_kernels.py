@@ -1,31 +1,46 @@
-"""The decode kernels against the reference, on one table of ragged steps, on the emulated device."""
+"""The attention kernels against the reference, on one table of ragged steps, on the emulated device."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from decode_cases import CASES, CHUNK, TOLERANCES
+from attention_table import CASES, CHUNK, PREFILL_CASES, TOLERANCES, Case
 from emulated_attention import EmulatedBackend
 from emulated_device import SCHEDULES
 
 from chairlift.attention import get_backend
 
-assert len({case.name for case in CASES}) == len(CASES)
+HALF_CASES = [case for case in CASES if case.shape.dtype != torch.float32] + PREFILL_CASES
+"""What the prefill kernel is for: it has no fp32."""
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
-def test_kernels_agree_with_the_reference(number):
-    case = CASES[number]
+def ids(cases: list[Case]) -> list[str]:
+    names = [case.name for case in cases]
+    assert len(set(names)) == len(names)
+    return names
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=ids(CASES))
+def test_decode_agrees_with_the_reference(number):
+    check(CASES[number], number, prefill=False)
+
+
+@pytest.mark.parametrize("number", range(len(HALF_CASES)), ids=ids(HALF_CASES))
+def test_prefill_agrees_with_the_reference(number):
+    check(HALF_CASES[number], number, prefill=True)
+
+
+def check(case: Case, number: int, *, prefill: bool) -> None:
+    """Run a case: every schedule gets a third of the table, and every tenth case all of them."""
     tolerance = TOLERANCES[case.shape.dtype]
     expected_world = case.world()
     expected_world._implementation = get_backend("reference")
     expected = torch.cat(expected_world.step(case.work))
-    # Every schedule gets a third of the table, and every tenth case all of them.
     schedules = SCHEDULES if number % 10 == 0 else [SCHEDULES[number % len(SCHEDULES)]]
     first = None
     for schedule in schedules:
         world = case.world()
-        world._implementation = EmulatedBackend(schedule, CHUNK)
+        world._implementation = EmulatedBackend(schedule, CHUNK, prefill)
         found = torch.cat(world.step(case.work))
         error = (found.float() - expected.float()).abs().max().item()
         assert error <= tolerance, f"{schedule}: max error {error:.2e} > {tolerance:.0e}"

@@ -154,4 +154,29 @@ def _rotations() -> list[Case]:
     ]
 
 
+def _prefill_chunks() -> list[Case]:
+    """Whole prompts and chunks after a context, around the borders of tiles of rows and of keys."""
+    cases = []
+    combinations = itertools.product((F16, BF16), (64, 80, 96, 128, 256), (1, 3, 4, 8))
+    for number, (dtype, head_dim, group) in enumerate(combinations):
+        rng = np.random.default_rng(1000 + number)
+        contexts = rng.choice([0, 0, 1, 31, 32, 33, 63, 64, 65, 100], size=2).tolist()
+        queries = rng.choice([15, 16, 17, 31, 33, 63, 64, 65, 90], size=2).tolist()
+        shape = _shape(head_dim, group, int(rng.choice([8, 13, 16, 32])), dtype)
+        if group > 1:
+            shape = replace(shape, kv_heads=1)
+        cases.append(
+            Case(
+                f"prefill-{number}-{shape}",
+                shape,
+                ((10, 1), *zip(contexts, queries, strict=True)),
+                window=int(rng.choice([0, 0, 0, 1, 40, 64])),
+                soft_cap=float(rng.choice([0.0, 0.0, 5.0])),
+            )
+        )
+    return cases
+
+
+PREFILL_CASES = _prefill_chunks()
+"""More query tokens than the decode kernel is made for."""
 CASES = _everything() + _borders() + _prefix_hits() + _long_and_short() + _windows() + _rotations()
