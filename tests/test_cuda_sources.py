@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from cuda.bindings import nvrtc
 
-SOURCES = sorted(
-    entry.name for entry in (files("chairlift") / "cuda").iterdir() if entry.name.endswith(".cu")
+from chairlift.cuda_kernels.catalogue import SOURCES
+from chairlift.cuda_kernels.compiler import (
+    CudaCompileError,
+    KernelUsage,
+    compile_source,
+    read_usage,
 )
 
-
-def test_there_are_sources():
-    assert "block_copy.cu" in SOURCES
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+MAX_STATIC_SHARED = 48 << 10
 
 
 def test_the_package_has_all_of_them():
@@ -24,25 +27,91 @@ def test_the_package_has_all_of_them():
     wanted = {path.name: path.read_text(encoding="utf-8") for path in checkout.iterdir()}
     package = (files("chairlift") / "cuda").iterdir()
     assert {entry.name: entry.read_text(encoding="utf-8") for entry in package} == wanted
+    assert {f"{name}.cu" for name in SOURCES} == {name for name in wanted if name.endswith(".cu")}
 
 
-def compile_source(text: str, architecture: str) -> tuple[bool, str]:
-    _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, [], [])
-    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    # NVRTC writes into the object; Python shares the ones of a single byte.
-    log = b" " * max(size, 2)
-    nvrtc.nvrtcGetProgramLog(program, log)
-    return status == nvrtc.nvrtcResult.NVRTC_SUCCESS, log.decode()
+def test_assembly_by_hand_is_in_one_header():
+    for entry in (files("chairlift") / "cuda").iterdir():
+        has_assembly = "asm" in entry.read_text(encoding="utf-8").replace("asm.", "")
+        assert has_assembly == (entry.name == "ptx.cuh"), entry.name
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-@pytest.mark.parametrize("name", SOURCES)
-def test_every_source_compiles(name, architecture):
-    text = (files("chairlift") / "cuda" / name).read_text(encoding="utf-8")
-    compiled, log = compile_source(text, architecture)
-    assert compiled, log
-    compiled, log = compile_source(text + "\nthis is not CUDA", architecture)
-    assert not compiled
-    assert "kernel.cu" in log
+@pytest.fixture(scope="module")
+def compiled():
+    """Every instantiation for every architecture; NVRTC works beside the interpreter."""
+    work = [(source, arch) for arch in ARCHITECTURES for source in SOURCES.values()]
+    with ThreadPoolExecutor(2) as pool:
+        results = pool.map(
+            lambda item: compile_source(
+                item[0].name, item[0].text(), item[0].instantiations, item[1]
+            ),
+            work,
+        )
+        return dict(zip(((source.name, arch) for source, arch in work), results, strict=True))
+
+
+def test_every_instantiation_compiles(compiled, capsys):
+    """And the table of what each takes is printed, with ``-s`` or on failure."""
+    lines = [f"{'kernel':44}" + "".join(f"{arch:>28}" for arch in ARCHITECTURES)]
+    for source in SOURCES.values():
+        for expression in source.instantiations:
+            cells = []
+            for arch in ARCHITECTURES:
+                result = compiled[source.name, arch]
+                assert result.symbols[expression].encode() in result.cubin
+                usage = result.usage[expression]
+                cells.append(
+                    f"{usage.registers} regs {usage.spilled_bytes} spilled {usage.shared_bytes} B"
+                )
+            lines.append(f"{expression:44}" + "".join(f"{cell:>28}" for cell in cells))
+    print("\n".join(lines))
+    assert len(lines) > 50
+
+
+def test_decode_does_not_spill(compiled):
+    checked = 0
+    for arch in ARCHITECTURES:
+        for expression, usage in compiled["paged_attention_decode", arch].usage.items():
+            assert usage.spilled_bytes == 0, f"{expression} for {arch}: {usage}"
+            assert usage.stack_bytes == 0, f"{expression} for {arch}: {usage}"
+            checked += 1
+    assert checked == len(ARCHITECTURES) * 48
+
+
+def test_static_shared_memory_fits_every_device(compiled):
+    for (name, arch), result in compiled.items():
+        for expression, usage in result.usage.items():
+            assert usage.shared_bytes <= MAX_STATIC_SHARED, (name, arch, expression)
+
+
+def test_usage_is_read_from_the_log():
+    log = """
+ptxas info    : Compiling entry function '_Z1k' for 'sm_90'
+ptxas info    : Function properties for _Z1k
+ptxas         .     16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 72 registers, used 1 barriers, 16 bytes cumulative stack size, 512 bytes smem
+ptxas info    : Compiling entry function '_Z1j' for 'sm_90'
+ptxas info    : Used 10 registers
+"""
+    assert read_usage(log) == {
+        "_Z1k": KernelUsage(72, 20, 16, 512),
+        "_Z1j": KernelUsage(10, 0, 0, 0),
+    }
+
+
+def test_what_does_not_compile_says_why():
+    text = SOURCES["block_copy"].text() + "\nthis is not CUDA"
+    with pytest.raises(
+        CudaCompileError, match=r"(?s)block_copy\.cu does not compile for sm_90.*this is not CUDA"
+    ):
+        compile_source("block_copy", text, (), "sm_90")
+
+
+def test_structs_that_differ_from_pythons_do_not_compile():
+    text = (
+        SOURCES["block_copy"]
+        .text()
+        .replace("long long block_bytes;", "int block_bytes, more, most;")
+    )
+    with pytest.raises(CudaCompileError, match="size of BlockCopyParams"):
+        compile_source("block_copy", text, (), "sm_90")

@@ -97,6 +97,11 @@ class CpuBackend:
 
 def _make_layer(params: AttentionParams) -> _core.AttentionLayer:
     """Take down a layer's sizes and addresses; ``params`` keeps the tensors alive."""
+    if params.window or params.soft_cap:
+        raise AttentionError(
+            f"the cpu kernel has no window ({params.window}) and no soft_cap ({params.soft_cap}); "
+            "the reference has"
+        )
     rope = None
     if params.cos_sin is not None:
         cos, sin = params.cos_sin
@@ -108,6 +113,8 @@ def _make_layer(params: AttentionParams) -> _core.AttentionLayer:
             norms.append(None)
         else:
             _check_on_cpu("a norm weight", weight)
+            if weight.dtype not in MODEL_DTYPES:
+                raise AttentionError(f"a norm weight is {weight.dtype}, not float32 or bfloat16")
             norms.append((weight.data_ptr(), weight.dtype == torch.bfloat16))
     return _core.AttentionLayer(
         params.num_heads,

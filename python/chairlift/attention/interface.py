@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from chairlift.executor import Int32Array, Int64Array, StepPlan
 
 MODEL_DTYPES = (torch.float32, torch.bfloat16)
-"""Types that activations, norm weights and caches may have."""
+"""Types that activations, norm weights and caches may have on the CPU."""
 
 
 class AttentionError(ChairliftError, ValueError):
@@ -47,6 +47,10 @@ class AttentionParams:
     k_norm: Tensor | None = None
     """[head_dim] the same for the key heads."""
     norm_eps: float = 1e-6
+    window: int = 0
+    """Keys that a query sees, up to its own; 0: all of them."""
+    soft_cap: float = 0.0
+    """Scores become ``cap * tanh(score / cap)``; 0: they stay (Gemma 2)."""
 
     def __post_init__(self) -> None:
         """Raise :class:`AttentionError` for what no backend could run."""
@@ -57,13 +61,17 @@ class AttentionParams:
             )
         if self.head_dim < 8 or self.head_dim % 8:
             raise AttentionError(f"head_dim {self.head_dim} is not a multiple of 8")
+        if self.window < 0 or self.soft_cap < 0:
+            raise AttentionError(
+                f"window {self.window} and soft_cap {self.soft_cap} must not be negative"
+            )
         if self.cos_sin is not None:
             _check_tables(*self.cos_sin, self.head_dim)
         for name, weight in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
             if weight is None:
                 continue
-            if weight.dtype not in MODEL_DTYPES or not weight.is_contiguous():
-                raise AttentionError(f"{name} must be contiguous float32 or bfloat16")
+            if weight.dtype not in (*MODEL_DTYPES, torch.float16) or not weight.is_contiguous():
+                raise AttentionError(f"{name} must be contiguous float32, float16 or bfloat16")
             if tuple(weight.shape) != (self.head_dim,):
                 raise AttentionError(
                     f"{name} has shape {tuple(weight.shape)}, not [{self.head_dim}]"

@@ -50,18 +50,26 @@ def gather_kv(cache: Tensor, block_ids: Tensor, seq_len: int) -> Tensor:
     return blocks.reshape(-1, *blocks.shape[2:])[:seq_len].float()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, soft_cap: float = 0.0
+) -> Tensor:
     """Causal attention of the last ``q`` positions of a sequence.
 
     ``q`` ``[q, Hq, D]``, ``k`` and ``v`` ``[s, Hkv, D]``, all float32; query ``i`` sees positions
-    ``<= s - q + i``. Query head ``h`` reads key head ``h // (Hq / Hkv)``.
+    ``<= s - q + i``, the last ``window`` of them if there is one. Query head ``h`` reads key head
+    ``h // (Hq / Hkv)``.
     """
     num_queries, seq_len = q.shape[0], k.shape[0]
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     last_visible = torch.arange(seq_len - num_queries, seq_len, device=q.device)
-    hidden = torch.arange(seq_len, device=q.device)[None, :] > last_visible[:, None]
+    behind = last_visible[:, None] - torch.arange(seq_len, device=q.device)[None, :]
+    hidden = behind < 0
+    if window:
+        hidden |= behind >= window
     weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights, v)
 
@@ -101,5 +109,7 @@ class ReferenceBackend:
             table = torch.tensor(ids, dtype=torch.int64, device=qkv.device)
             keys, values = (gather_kv(cache, table, seq_len) for cache in (k_cache, v_cache))
             tokens = slice(int(starts[i]), int(starts[i + 1]))
-            out[tokens] = attend(q[tokens], keys, values, params.scale)
+            out[tokens] = attend(
+                q[tokens], keys, values, params.scale, params.window, params.soft_cap
+            )
         return out.view(qkv.shape[0], heads * dim).to(qkv.dtype)

@@ -1,0 +1,1 @@
+../../../cuda/kv_cache_write.cu

@@ -1,0 +1,1 @@
+../../../cuda/rms_norm.cu

@@ -1,0 +1,1 @@
+../../../cuda/silu_mul.cu
