@@ -224,7 +224,14 @@ def flood(args: argparse.Namespace) -> dict:
         config = Path(folder) / "chairlift.toml"
         hashes = {name: hash_key(f"{name}-key") for name in ("calm", "flood", "look")}
         config.write_text(FLOOD.format(**hashes))
-        flags = ["--config", str(config), "--max-num-seqs", str(ROWS), "--max-num-batched-tokens", "512"]
+        flags = [
+            "--config",
+            str(config),
+            "--max-num-seqs",
+            str(ROWS),
+            "--max-num-batched-tokens",
+            "512",
+        ]
         with server(*flags) as url:
             for _ in range(args.reps):
                 for name, others in (("equal_ttft_ms", ROWS - CALM), ("flood_ttft_ms", args.flood)):

@@ -285,6 +285,8 @@ pub struct Results {
     token_ids: Vec<u32>,
     /// Tokens of each sample; empty: one each.
     tokens_per_sample: Vec<u32>,
+    /// Sequences of the step.
+    num_seqs: u32,
     /// As the executor gave them; empty: all are fine.
     statuses: Vec<u8>,
     /// Log-probabilities of each sample; empty: none.
@@ -301,6 +303,7 @@ impl Results {
         if self.tokens_per_sample.iter().all(|&tokens| tokens == 1) {
             self.tokens_per_sample.clear();
         }
+        self.num_seqs = results.statuses.len() as u32;
         self.statuses.clear();
         if results.statuses.iter().any(|&status| status != STATUS_OK) {
             self.statuses.clone_from(&results.statuses);
@@ -312,8 +315,8 @@ impl Results {
         );
     }
 
-    /// The results again for a step of `num_seqs` sequences, with log-probabilities of 0.
-    pub(crate) fn restore(&self, num_seqs: usize, into: &mut StepResults) {
+    /// The results again, with log-probabilities of 0.
+    pub(crate) fn restore(&self, into: &mut StepResults) {
         let ones = || self.token_ids.iter().map(|_| 1);
         into.token_ids.clone_from(&self.token_ids);
         if self.tokens_per_sample.is_empty() {
@@ -325,8 +328,7 @@ impl Results {
             );
         }
         into.statuses.clone_from(&self.statuses);
-        into.statuses
-            .resize(num_seqs.max(self.statuses.len()), STATUS_OK);
+        into.statuses.resize(self.num_seqs as usize, STATUS_OK);
         let unknown = TokenLogprob {
             token: 0,
             logprob: 0.0,

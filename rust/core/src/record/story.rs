@@ -5,7 +5,7 @@
 //! exact: waits, steps, tokens, memory. Why another request went ahead is not kept by the engine; it is
 //! read off the classes, the policy and what the request waited for at that moment, in that order.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use serde::Serialize;
 
@@ -180,8 +180,8 @@ pub struct Storyteller {
     num_submitted: u64,
     /// Events that are waiting to be taken and were looked at.
     num_seen_events: usize,
-    /// The step in flight, and whether the request has tokens in it.
-    step: Option<(StepView, bool)>,
+    /// Steps in flight, the oldest first, and whether the request has tokens in them.
+    in_flight: VecDeque<(StepView, bool)>,
     /// Tokens that were computed of each of its sequences when it was last seen to run.
     ran_with: Option<u32>,
     was_preempted: bool,
@@ -202,7 +202,7 @@ impl Storyteller {
             others: BTreeMap::new(),
             num_submitted: 0,
             num_seen_events: 0,
-            step: None,
+            in_flight: VecDeque::new(),
             ran_with: None,
             was_preempted: false,
             ahead: BTreeMap::new(),
@@ -291,7 +291,8 @@ impl Storyteller {
             }
             Entry::Schedule { plan } => self.scheduled(now, plan.is_some(), replayer),
             Entry::Commit { .. } => self.landed(now),
-            Entry::FailStep { .. } | Entry::FailAll => self.step = None,
+            Entry::FailStep { .. } => drop(self.in_flight.pop_front()),
+            Entry::FailAll => self.in_flight.clear(),
             Entry::Outputs { .. } => {
                 self.num_seen_events = 0;
                 self.told(now, replayer);
@@ -357,7 +358,7 @@ impl Storyteller {
                 num_decodes: plan.num_decodes as u32,
                 prefill_tokens: (plan.num_tokens() - plan.num_decodes) as u32,
             };
-            self.step = Some((view, tokens > 0));
+            self.in_flight.push_back((view, tokens > 0));
         }
         let runs = progress.iter().filter(|part| part.runs);
         let computed: u32 = runs.clone().map(|part| part.num_computed_tokens).sum();
@@ -426,7 +427,7 @@ impl Storyteller {
     }
 
     fn landed(&mut self, now: Time) {
-        let Some((mut view, has_it)) = self.step.take() else {
+        let Some((mut view, has_it)) = self.in_flight.pop_front() else {
             return;
         };
         view.duration_us = now.0 - view.start_us;

@@ -328,7 +328,11 @@ fn a_story_tells_of_the_wait_the_preemption_and_the_gap() {
     let waits: Vec<_> = story.waits.iter().map(|span| span.reason).collect();
     // It came in the middle of an iteration, and then there was no memory.
     assert_eq!(waits, ["budget", "memory"], "{story:?}");
-    let lengths: Vec<u64> = story.waits.iter().map(|span| span.to_us - span.from_us).collect();
+    let lengths: Vec<u64> = story
+        .waits
+        .iter()
+        .map(|span| span.to_us - span.from_us)
+        .collect();
     let waited = story.stats.expect("it ended").waits;
     assert_eq!(lengths, [waited.budget_us, waited.memory_us]);
     let scheduled = story.scheduled.expect("scheduled");
