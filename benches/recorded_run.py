@@ -4,8 +4,8 @@
 
 Several engines run one after the other, each with other rules for the queue, a pool that is too
 small, tenants, classes, aborts, deadlines, shared prefixes, and a reload half-way. The minutes are
-shared out among them. Prints a line for each log; the status is 1 if one does not replay, or if what
-should happen never did.
+shared out among them. Prints a line for each log; the status is 1 if one does not replay, or if
+what should happen never did.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ async def record(
         await engine.reload(config(queue, is_reloaded=True))
         await running
         metrics = await engine.metrics()
-    return crowd.counts, metrics.preemptions
+    return crowd.counts, metrics["preemptions"]
 
 
 def main() -> int:

@@ -73,7 +73,7 @@ def busy(tmp_path_factory):
     path = tmp_path_factory.mktemp("flight") / "busy.log"
     ends, metrics = record_busy_run(path)
     assert ends == ["finished"] * 6 + ["aborted"]
-    assert metrics.preemptions > 0
+    assert metrics["preemptions"] > 0
     return path, metrics
 
 
@@ -82,12 +82,12 @@ def test_a_run_with_aborts_and_preemptions_replays_bit_for_bit(busy, capsys):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert main(["replay", str(path)]) == 0
     out = capsys.readouterr().out
-    assert f"{metrics.iterations:,} steps in " in out
+    assert f"{metrics['iterations']:,} steps in " in out
     assert "every plan came out bit for bit" in out
 
     assert main(["replay", str(path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["steps"] == metrics.iterations
+    assert told["steps"] == metrics["iterations"]
     assert told["mismatch"] is None
     assert told["cut_off_bytes"] == 0
     assert told["stopped"] is None
@@ -111,7 +111,7 @@ def test_a_log_that_was_cut_off_is_good_up_to_there(busy, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "the log was cut off" in out
     assert "every plan came out bit for bit" in out
-    assert FlightLog(cut).replay().steps <= metrics.iterations
+    assert FlightLog(cut).replay().steps <= metrics["iterations"]
 
 
 def test_what_is_no_log_or_of_another_version_is_told(busy, tmp_path, capsys):
@@ -170,7 +170,7 @@ def test_predict_simulates_the_recorded_requests(busy, capsys):
     assert prediction.measured.finished == 6
     assert prediction.guessed == 1, "the one that was aborted"
     assert prediction.recorded.finished >= 6
-    assert prediction.measured.output_tokens == metrics.output_tokens
+    assert prediction.measured.output_tokens == metrics["output_tokens"]
     # One row instead of four: everybody behind the first waits longer.
     assert prediction.changed is not None
     changed, recorded = prediction.changed.quantiles, prediction.recorded.quantiles
