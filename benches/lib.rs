@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use chairlift_core::Vocabulary;
 use chairlift_core::config::Settings;
 use chairlift_core::error::ConfigError;
 use chairlift_core::iteration::commit::{STATUS_OK, StepResults};
@@ -10,7 +11,6 @@ use chairlift_core::output::OutputBatch;
 use chairlift_core::record::RecordedEngine;
 use chairlift_core::request::{NewRequest, RequestId, SamplingParams, StopParams, Ticket, Time};
 use chairlift_core::text::TokenTable;
-use chairlift_core::Vocabulary;
 
 /// Tokens of the bench vocabulary, the default model's size.
 pub const VOCAB_SIZE: u32 = 49_152;
@@ -37,7 +37,10 @@ impl Bench {
     /// The same with a flight recorder.
     #[must_use]
     pub fn recorded(settings: &Settings) -> Self {
-        Self::with_engine(settings, RecordedEngine::recorded(settings, vocabulary(), ""))
+        Self::with_engine(
+            settings,
+            RecordedEngine::recorded(settings, vocabulary(), ""),
+        )
     }
 
     fn with_engine(settings: &Settings, engine: Result<RecordedEngine, ConfigError>) -> Self {

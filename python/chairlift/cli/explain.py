@@ -91,7 +91,8 @@ def _accepted(story: dict[str, Any]) -> Lines:
         )
     if story["refused"] is not None:
         return [*lines, (story["arrival_us"], f"refused: {story['refused']}")]
-    text = f"submitted: {story['waiting']} requests waited, {story['running']} sequences ran"
+    waited, ran = _count(story["waiting"], "request"), _count(story["running"], "sequence")
+    text = f"submitted: {waited} waited, {ran} ran"
     stats = story["stats"]
     if stats is not None and stats["predicted_queue_time_us"] is not None:
         text += (
@@ -144,7 +145,9 @@ def _moment(moment: dict[str, Any]) -> str:
 
 
 def _gap(gap: dict[str, Any]) -> str:
-    text = f"says nothing for {_length(gap['to_us'] - gap['from_us'])}: {gap['steps']} steps"
+    text = (
+        f"says nothing for {_length(gap['to_us'] - gap['from_us'])}: {_count(gap['steps'], 'step')}"
+    )
     if gap["steps_with_it"] < gap["steps"]:
         text += f", {gap['steps_with_it']} of them with it"
     longest = gap["longest"]
@@ -192,6 +195,10 @@ def _mismatch(told: Explanation) -> list[str]:
     if told.replay.message is None:
         return []
     return [f"the replay ends here, since it differs: {told.replay.message}"]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _length(microseconds: int) -> str:

@@ -19,13 +19,15 @@ mod format;
 mod recorder;
 mod replay;
 mod story;
+mod storyteller;
 mod workload;
 
 pub use digest::{PlanDigest, PlanField};
 pub use format::{Decoder, Entry, Header, LogError, Results, read_header};
 pub use recorder::Recorder;
 pub use replay::{Mismatch, Replayer};
-pub use story::{Gap, Moment, Span, Story, Storyteller};
+pub use story::{Ahead, End, Gap, Moment, Scheduled, Span, StepView, Story};
+pub use storyteller::Storyteller;
 pub use workload::{MeasuredRequest, MeasuredStep, Measures, recorded_workload};
 
 use std::ops::Deref;
