@@ -9,6 +9,7 @@ is.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +101,7 @@ def predict(
         )
     measures = json.loads(run.measures())
     fit = fit_profile(measures["steps"])
-    options = Options(seed=seed)
+    options = Options(seed=seed, retry=False)  # a second try is a request of its own in the log
 
     def simulated(settings: CoreSettings) -> tuple[Outcome, int]:
         result = run.simulate(settings, fit.profile, options)
@@ -134,27 +135,13 @@ def fit_profile(steps: list[dict[str, Any]]) -> Fit:
             f"the log has {len(steps)} steps; at least 10 are needed to predict from it"
         )
     names = ("sequences", "tokens", "decode_context", "prefill_pairs", "duration_us")
-    columns = [np.array([step[name] for step in steps], dtype=np.float64) for name in names]
-    sequences, tokens, contexts, pairs, duration_us = columns
-    seconds = np.maximum(duration_us, 1.0) / 1e6
-    best: tuple[float, Floats, float] | None = None
-    for knee in _KNEES:
-        terms = np.stack(
-            [np.ones_like(seconds), sequences, np.maximum(tokens, knee), contexts, pairs], axis=1
-        )  # [I, 5]
-        weights = 1 / seconds
-        for _ in range(_ROUNDS):
-            costs = _non_negative(terms * weights[:, None], seconds * weights)
-            weights = 1 / np.maximum(terms @ costs, 1e-6)
-        error = float(np.mean(((terms @ costs - seconds) * weights) ** 2))
-        if best is None or error < best[0] * 0.999:
-            best = (error, costs, knee)
-    assert best is not None  # there is a knee
-    _, costs, knee = best
-    terms = np.stack(
-        [np.ones_like(seconds), sequences, np.maximum(tokens, knee), contexts, pairs], axis=1
-    )
-    predicted = terms @ costs
+    columns = {
+        name: np.array([step[name] for step in steps], dtype=np.float64) for name in names
+    }  # [I] each
+    seconds = np.maximum(columns["duration_us"], 1.0) / 1e6
+    fits = [(*_fit_knee(columns, seconds, knee), knee) for knee in _KNEES]
+    _, costs, knee = min(fits, key=lambda fit: fit[0])
+    predicted = _terms(columns, knee) @ costs
     gaps_us = [step["gap_us"] for step in steps if step["gap_us"] is not None]
     gap_s = float(np.median(gaps_us)) / 1e6 if gaps_us else 0.0
     profile = CostProfile(
@@ -172,6 +159,24 @@ def fit_profile(steps: list[dict[str, Any]]) -> Fit:
         mean_abs_error=float(np.mean(np.abs(predicted - seconds) / seconds)),
         total_error=float(predicted.sum() / seconds.sum() - 1),
     )
+
+
+def _terms(columns: Mapping[str, Floats], knee: float) -> Floats:  # [I, 5]
+    """What the coefficients of a profile are multiplied with."""
+    tokens = np.maximum(columns["tokens"], knee)
+    others = [columns[name] for name in ("decode_context", "prefill_pairs")]
+    return np.stack([np.ones_like(tokens), columns["sequences"], tokens, *others], axis=1)
+
+
+def _fit_knee(columns: Mapping[str, Floats], seconds: Floats, knee: float) -> tuple[float, Floats]:
+    """Mean squared relative error, and the coefficients."""
+    terms = _terms(columns, knee)
+    weights = 1 / seconds
+    costs = np.zeros(terms.shape[1])
+    for _ in range(_ROUNDS):
+        costs = _non_negative(terms * weights[:, None], seconds * weights)
+        weights = 1 / np.maximum(terms @ costs, 1e-6)
+    return float(np.mean(((terms @ costs - seconds) * weights) ** 2)), costs
 
 
 def _non_negative(matrix: Floats, target: Floats) -> Floats:

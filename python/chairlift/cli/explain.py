@@ -8,7 +8,7 @@ from typing import Any
 
 from chairlift.cli.replay import notes
 from chairlift.errors import ConfigError
-from chairlift.flight_log import Explanation, FlightLog
+from chairlift.flight_log import FlightLog, Replay
 
 _FOR = {
     "slots": "a row: all were taken",
@@ -51,14 +51,13 @@ def run(args: argparse.Namespace) -> int:
             f"{args.log} has no request {args.request}; it has {told.num_requests}, {known}. "
             f"chairlift explain {args.log} lists them"
         )
-    print(json.dumps(told.story, indent=2) if args.json else "\n".join(tell(told)))
+    lines = [] if args.json else tell(told.story, told.replay)
+    print(json.dumps(told.story, indent=2) if args.json else "\n".join(lines))
     return 0
 
 
-def tell(told: Explanation) -> list[str]:
+def tell(story: dict[str, Any], replay: Replay) -> list[str]:
     """Lines of a story, in order of time."""
-    story = told.story
-    assert story is not None  # the caller has looked
     arrival_us = story["arrival_us"]
     zero_us = story["reserved_us"] if arrival_us is None else arrival_us
     user = "" if story["user"] is None else f", user {story['user']}"
@@ -73,7 +72,7 @@ def tell(told: Explanation) -> list[str]:
     lines = _accepted(story) + _waits(story) + _ran(story) + _ends(story)
     lines.sort(key=lambda line: line[0])
     shown = [f"{(at_us - zero_us) / 1e6:+12.6f} s  {text}" for at_us, text in lines]
-    return [title, *shown, *_summary(story), *notes(told.replay), *_mismatch(told)]
+    return [title, *shown, *_summary(story), *notes(replay), *_mismatch(replay)]
 
 
 Lines = list[tuple[int, str]]
@@ -126,7 +125,7 @@ def _ran(story: dict[str, Any]) -> Lines:
     if stats is not None and stats["first_token"] is not None:
         lines.append((stats["first_token"], "first token"))
     for gap in story["gaps"]:
-        if len(story["gaps"]) and gap["to_us"] > gap["from_us"]:
+        if gap["to_us"] > gap["from_us"]:
             lines.append((gap["from_us"], _gap(gap)))
     return lines
 
@@ -191,10 +190,10 @@ def _summary(story: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _mismatch(told: Explanation) -> list[str]:
-    if told.replay.message is None:
+def _mismatch(replay: Replay) -> list[str]:
+    if replay.message is None:
         return []
-    return [f"the replay ends here, since it differs: {told.replay.message}"]
+    return [f"the replay ends here, since it differs: {replay.message}"]
 
 
 def _count(number: int, what: str) -> str:

@@ -173,7 +173,7 @@ impl Storyteller {
             story.max_tokens = request.stop.max_tokens;
             story.priority = request.priority;
             // It waits itself by now, if it was let in.
-            story.waiting = metrics.waiting - u64::from(code.is_empty());
+            story.waiting = metrics.waiting.saturating_sub(u64::from(code.is_empty()));
             story.running = metrics.running_sequences;
         }
     }

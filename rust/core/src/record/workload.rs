@@ -181,7 +181,10 @@ impl Measures {
                     let Some(&at) = self.by_id.get(&output.request) else {
                         continue;
                     };
-                    let answer = &mut self.requests[at].answers[output.child as usize];
+                    let answers = &mut self.requests[at].answers;
+                    let Some(answer) = answers.get_mut(output.child as usize) else {
+                        continue;
+                    };
                     answer.0 += output.tokens.len() as u32;
                     answer.1 |= output
                         .finish
