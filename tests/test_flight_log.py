@@ -230,16 +230,45 @@ def test_the_fit_finds_the_cost_of_made_up_steps():
         fit_profile(steps[:3])
 
 
-def test_the_limit_ends_the_recording_and_says_so(tmp_path, caplog):
+def test_the_limit_keeps_the_beginning_and_the_newest(tmp_path, caplog, capsys):
     path = tmp_path / "small.log"
-    with LLM(executor=ScriptedExecutor(), record=path, record_limit=20_000) as llm:
-        for _ in range(20):
+    (tmp_path / "small.log.9").write_text("of an earlier engine")
+    with LLM(executor=ScriptedExecutor(), record=path, record_limit=40_000) as llm:
+        for _ in range(30):
             llm.generate("hello", SamplingParams(max_tokens=40, ignore_eos=True))
-    assert path.stat().st_size < 40_000
+    segments = sorted(int(each.suffix[1:]) for each in tmp_path.glob("small.log.*"))
+    assert len(segments) == 2
+    assert segments[0] > 1, "the first segment was let go"
+    assert sum(each.stat().st_size for each in tmp_path.iterdir()) < 60_000
+    assert "the log goes on in" in caplog.text
     replay = FlightLog(path).replay()
     assert replay.mismatch is None
-    assert replay.stopped == "the log has its limit of 20000 bytes (record_limit)"
-    assert replay.steps > 10
+    assert replay.stopped is None
+    assert replay.later_segments == segments
+    assert 10 < replay.steps < 30 * 40
+    assert main(["replay", str(path)]) == 0
+    assert "the log reached its limit" in capsys.readouterr().out
+    # The last request is in the newest segments: told, not replayed.
+    last = f"{path}.{segments[0]}"
+    assert main(["replay", last]) == 1
+    assert "only what begins with the engine can be replayed" in capsys.readouterr().err
+    for file in (path, last):
+        assert main(["explain", str(file), "30"]) == 0
+        out = capsys.readouterr().out
+        assert "this part of the log cannot be replayed" in out
+        assert "40 output tokens, 0 preemptions" in out
+
+
+def test_a_log_of_several_segments_replays_as_long_as_all_are_there(tmp_path):
+    path = tmp_path / "parts.log"
+    with LLM(executor=ScriptedExecutor(), record=path, record_limit=200_000) as llm:
+        while not Path(f"{path}.2").exists():
+            llm.generate("hello", SamplingParams(max_tokens=40, ignore_eos=True))
+        steps = llm.metrics()["iterations"]
+    assert not Path(f"{path}.3").exists()
+    replay = FlightLog(path).replay()
+    assert (replay.mismatch, replay.later_segments) == (None, [])
+    assert replay.steps == steps
 
 
 def test_an_older_log_is_kept_beside_the_new_one(tmp_path):

@@ -121,7 +121,7 @@ class EngineArgs:
     """File of the flight log: all that the engine is told and decides, prompts included, for
     ``chairlift replay`` and ``chairlift explain``; None: nothing is recorded."""
     record_limit: int = 2**30
-    """Bytes at which the recording ends; what is in the file stays."""
+    """Bytes of the log: half for its beginning, half for its newest segments."""
 
 
 ENGINE_KEYS = tuple(item.name for item in fields(EngineArgs) if item.name != "config")

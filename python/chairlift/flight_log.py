@@ -33,7 +33,7 @@ class Recording:
 
     path: str
     limit: int
-    """Bytes of the file."""
+    """Bytes of all files."""
     about: str
     """What the log says of the engine, as JSON."""
 
@@ -71,6 +71,8 @@ class Replay:
     """The engine's clock at the last record."""
     stopped: str | None
     """Why the recording ended before the engine did."""
+    later_segments: list[int]
+    """Segments behind a gap: what lay between was let go, so they cannot be replayed."""
     mismatch: Mismatch | None
     message: str | None
     """The mismatch, told."""
@@ -87,6 +89,8 @@ class Explanation:
     """A request's story, or that there is none."""
 
     replay: Replay
+    is_heard: bool
+    """Whether it is from a part that cannot be replayed: what the log says by itself."""
     num_requests: int
     """Requests that the log had up to the story's end."""
     examples: list[int]
@@ -156,6 +160,7 @@ class FlightLog:
         told = json.loads(self._log.explain(request, progress))
         return Explanation(
             replay=Replay.of(told["report"]),
+            is_heard=told["is_heard"],
             num_requests=told["num_requests"],
             examples=told["examples"],
             story=told["story"],

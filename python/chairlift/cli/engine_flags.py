@@ -78,7 +78,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
         "--record-limit",
         type=memory_size,
         metavar="SIZE",
-        help="size at which the recording ends",
+        help="size of the flight log: its beginning and its newest segments",
     )
     flag("--executor", metavar="MODULE:CLASS", help="an executor of your own")
     return group

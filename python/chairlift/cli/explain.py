@@ -51,12 +51,12 @@ def run(args: argparse.Namespace) -> int:
             f"{args.log} has no request {args.request}; it has {told.num_requests}, {known}. "
             f"chairlift explain {args.log} lists them"
         )
-    lines = [] if args.json else tell(told.story, told.replay)
+    lines = [] if args.json else tell(told.story, told.replay, is_heard=told.is_heard)
     print(json.dumps(told.story, indent=2) if args.json else "\n".join(lines))
     return 0
 
 
-def tell(story: dict[str, Any], replay: Replay) -> list[str]:
+def tell(story: dict[str, Any], replay: Replay, *, is_heard: bool = False) -> list[str]:
     """Lines of a story, in order of time."""
     arrival_us = story["arrival_us"]
     zero_us = story["reserved_us"] if arrival_us is None else arrival_us
@@ -72,7 +72,13 @@ def tell(story: dict[str, Any], replay: Replay) -> list[str]:
     lines = _accepted(story) + _waits(story) + _ran(story) + _ends(story)
     lines.sort(key=lambda line: line[0])
     shown = [f"{(at_us - zero_us) / 1e6:+12.6f} s  {text}" for at_us, text in lines]
-    return [title, *shown, *_summary(story), *notes(replay), *_mismatch(replay)]
+    lines = [title, *shown, *_summary(story)]
+    if is_heard:
+        return [
+            *lines,
+            "(this part of the log cannot be replayed: it has no more than that to say)",
+        ]
+    return [*lines, *notes(replay), *_mismatch(replay)]
 
 
 Lines = list[tuple[int, str]]
@@ -115,7 +121,8 @@ def _ran(story: dict[str, Any]) -> Lines:
     lines: Lines = []
     scheduled = story["scheduled"]
     if scheduled is not None:
-        text = f"scheduled first, in step {scheduled['step']}"
+        step = f", in step {scheduled['step']}" if scheduled["step"] else ""
+        text = f"scheduled first{step}"
         if scheduled["cached_tokens"]:
             text += f"; {scheduled['cached_tokens']} prompt tokens were cached"
         lines.append((scheduled["at_us"], text))

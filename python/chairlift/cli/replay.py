@@ -127,6 +127,12 @@ def notes(replay: Replay) -> list[str]:
         )
     if replay.stopped is not None:
         lines.append(f"the recording ended before the engine did: {replay.stopped}")
+    if replay.later_segments:
+        numbers = ", ".join(f".{number}" for number in replay.later_segments)
+        lines.append(
+            "the log reached its limit: what came after this was let go, but for its last "
+            f"segments ({numbers}), which chairlift explain reads"
+        )
     return lines
 
 

@@ -73,7 +73,7 @@ impl RecordedEngine {
     ) -> Result<Self, ConfigError> {
         let header = Header::new(settings, &vocabulary, about);
         let engine = Engine::new(settings, vocabulary)?;
-        let recorder = Some(Box::new(Recorder::new(&header)));
+        let recorder = Some(Box::new(Recorder::new(header)));
         Ok(Self { engine, recorder })
     }
 

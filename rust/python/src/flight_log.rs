@@ -6,7 +6,7 @@
 
 use std::fs::File;
 use std::io::Read;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use chairlift_core::config::Settings;
@@ -21,6 +21,7 @@ use serde::Serialize;
 
 use crate::engine::read_settings;
 use crate::errors::{config_error, setup_error};
+use crate::log_writer::{segment_path, segments_beside};
 use crate::simulate;
 
 /// How often a replay comes back for the GIL.
@@ -49,6 +50,8 @@ struct Report {
     end_s: f64,
     /// Why the recording ended before the engine did.
     stopped: Option<String>,
+    /// Segments of the log behind a gap: what lay between was let go.
+    later_segments: Vec<u32>,
     mismatch: Option<Difference>,
     message: Option<String>,
 }
@@ -120,15 +123,11 @@ impl FlightLog {
         progress: Option<Py<PyAny>>,
     ) -> PyResult<String> {
         let mut teller = Storyteller::new(RequestId(request));
-        let report = py.detach(|| {
-            self.run(None, progress, |decoder, entry, replayer| {
-                teller.observe(decoder.now(), entry, replayer);
-                !teller.is_over()
-            })
-        })?;
+        let (report, is_heard) = py.detach(|| self.tell(&mut teller, progress))?;
         let (num_requests, examples) = teller.requests();
         json(&serde_json::json!({
             "report": report,
+            "is_heard": is_heard,
             "num_requests": num_requests,
             "examples": examples,
             "story": teller.finish(),
@@ -153,6 +152,28 @@ impl FlightLog {
 }
 
 impl FlightLog {
+    /// Replays what can be; what cannot is only heard. Beside the report: whether the story is such.
+    fn tell(
+        &self,
+        teller: &mut Storyteller,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<(Report, bool)> {
+        if self.header.segment > 0 {
+            hear(&self.path, teller)?;
+            return Ok((Report::default(), true));
+        }
+        let report = self.run(None, progress, |decoder, entry, replayer| {
+            teller.observe(decoder.now(), entry, replayer);
+            !teller.is_over()
+        })?;
+        let (first, is_heard) = (report.later_segments.first(), !teller.is_over());
+        let Some(&first) = first.filter(|_| is_heard) else {
+            return Ok((report, false));
+        };
+        hear(&segment_path(&self.path, first), teller)?;
+        Ok((report, true))
+    }
+
     /// Replays until the end, a mismatch, or `observe`, which sees every record, says that it is enough.
     fn run(
         &self,
@@ -161,6 +182,16 @@ impl FlightLog {
         mut observe: impl FnMut(&Decoder, &Entry, &Replayer) -> bool,
     ) -> PyResult<Report> {
         let (header, mut stream) = Stream::open(&self.path)?;
+        if header.segment > 0 {
+            let message = format!(
+                "{} is segment {} of a log: it begins in the middle of a run, and only what begins with \
+                 the engine can be replayed; give the log's first file (chairlift explain reads this one, \
+                 too)",
+                self.path.display(),
+                header.segment
+            );
+            return Err(setup_error(&message, "log_segment"));
+        }
         let replayer = Replayer::new(&header, settings);
         let mut replayer =
             replayer.map_err(|error| setup_error(&error.to_string(), "invalid_config"))?;
@@ -184,11 +215,24 @@ impl FlightLog {
         report.records = replayer.records();
         report.bytes = stream.read_bytes - stream.rest().len() as u64;
         report.end_s = stream.decoder.now().0 as f64 / 1e6;
+        let mut later = segments_beside(&self.path);
+        later.retain(|&segment| segment > stream.segment);
+        report.later_segments = later;
         if stream.is_at_end {
             report.cut_off_bytes = stream.rest().len() as u64;
         }
         Ok(report)
     }
+}
+
+/// Reads a segment, and those that follow it, without an engine.
+fn hear(path: &Path, teller: &mut Storyteller) -> PyResult<()> {
+    let (header, mut stream) = Stream::open(path)?;
+    while let Some(entry) = stream.next()? {
+        let classes = &header.settings.policy.classes;
+        teller.hear(stream.decoder.now(), &entry, classes);
+    }
+    Ok(())
 }
 
 /// What a recorded run was asked for and what it measured.
@@ -247,11 +291,14 @@ struct Stream {
     begin: usize,
     is_at_end: bool,
     decoder: Decoder,
+    /// The file that is read now, that of segment 0, and which segment that is.
     path: PathBuf,
+    first: PathBuf,
+    segment: u32,
 }
 
 impl Stream {
-    fn open(path: &std::path::Path) -> PyResult<(Header, Self)> {
+    fn open(path: &Path) -> PyResult<(Header, Self)> {
         let told = |error: std::io::Error| {
             let path = path.display();
             setup_error(&format!("{path} cannot be read: {error}"), "no_log")
@@ -267,11 +314,18 @@ impl Stream {
             is_at_end: false,
             decoder: Decoder::default(),
             path: path.to_owned(),
+            first: path.to_owned(),
+            segment: 0,
         };
         loop {
             let header = read_header(stream.rest()).map_err(|error| stream.error(&error))?;
             if let Some((header, length)) = header {
                 stream.begin += length;
+                stream.decoder = Decoder::after(&header);
+                stream.segment = header.segment;
+                if let Some(first) = first_path(path, header.segment) {
+                    stream.first = first;
+                }
                 return Ok((header, stream));
             }
             if stream.is_at_end {
@@ -309,12 +363,38 @@ impl Stream {
                 self.begin += length;
                 return Ok(Some(entry));
             }
-            if self.is_at_end {
+            if self.is_at_end && !self.go_on()? {
                 return Ok(None);
             }
             self.fill()?;
         }
     }
+
+    /// Opens the next segment, if this one ends whole and that one is there.
+    fn go_on(&mut self) -> PyResult<bool> {
+        let next = segment_path(&self.first, self.segment + 1);
+        if !self.rest().is_empty() || !next.is_file() {
+            return Ok(false);
+        }
+        let (header, mut stream) = Self::open(&next)?;
+        if header.segment != self.segment + 1 || header.base != self.decoder.now() {
+            return Ok(false);
+        }
+        stream.read_bytes += self.read_bytes;
+        stream.length += self.length;
+        *self = stream;
+        Ok(true)
+    }
+}
+
+/// The path of a log whose segment lies at `path`.
+fn first_path(path: &Path, segment: u32) -> Option<PathBuf> {
+    let suffix = if segment > 0 {
+        format!(".{segment}")
+    } else {
+        String::new()
+    };
+    path.to_str()?.strip_suffix(&suffix).map(PathBuf::from)
 }
 
 /// Comes back for the GIL now and then.

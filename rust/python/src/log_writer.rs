@@ -1,12 +1,15 @@
 //! Writes the flight log: a file, a thread of its own, and the bound on both.
 //!
-//! The scheduler thread hands full buffers over and never waits for the disk. What the disk has not taken
-//! is bounded ([`MAX_PENDING_BYTES`]), and so is the file. At either bound the recording ends with a
-//! record that says so, and a warning: what is in the file is whole up to there, and never has a hole. A
-//! log that lacks its beginning cannot be replayed, so it is the beginning that is kept.
+//! The scheduler thread hands full buffers over and never waits for the disk. If the disk is behind by
+//! more than [`MAX_PENDING_BYTES`], the recording ends with a record that says so, and a warning: what is
+//! in the file is whole up to there, and never has a hole.
 //!
-//! The file holds prompts and answers, so only its owner can read it. One that is there already is kept
-//! beside it as `FILE.old`.
+//! The log is bounded. Half of the bound is for `FILE`, which begins with the engine, since only that can
+//! be replayed. Then it goes on in segments of a quarter, `FILE.1`, `FILE.2` and so on, of which the newest
+//! two are kept: they tell of the last requests, and can be replayed as long as none before them is gone.
+//!
+//! The files hold prompts and answers, so only their owner can read them. A `FILE` that is there already
+//! is kept as `FILE.old`; its segments go.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -28,14 +31,24 @@ const HAND_OVER_EVERY: Duration = Duration::from_millis(500);
 /// Bytes that the disk may be behind.
 const MAX_PENDING_BYTES: u64 = 64 << 20;
 
+/// Segments that are kept beside the first file.
+const KEPT_SEGMENTS: u32 = 2;
+
+/// What the thread is told.
+enum Task {
+    Write(Vec<u8>),
+    Segment(u32),
+}
+
 /// The scheduler thread's end.
 pub struct LogWriter {
-    full: Option<Sender<Vec<u8>>>,
+    full: Option<Sender<Task>>,
     spare: Receiver<Vec<u8>>,
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
     limit_bytes: u64,
-    handed_bytes: u64,
+    segment: u32,
+    segment_bytes: u64,
     handed_at: Instant,
 }
 
@@ -48,7 +61,7 @@ struct Shared {
 impl LogWriter {
     /// Makes the file and starts the thread.
     pub fn create(path: &Path, limit_bytes: u64) -> io::Result<Self> {
-        let file = create_private(path)?;
+        let file = create_first(path)?;
         let (full, to_write) = channel();
         let (written, spare) = channel();
         let shared = Arc::new(Shared {
@@ -66,7 +79,8 @@ impl LogWriter {
             shared,
             thread: Some(thread),
             limit_bytes,
-            handed_bytes: 0,
+            segment: 0,
+            segment_bytes: 0,
             handed_at: Instant::now(),
         })
     }
@@ -81,24 +95,42 @@ impl LogWriter {
         if num_bytes == 0 || !(is_due || at_once) {
             return;
         }
-        let pending = self.shared.pending_bytes.load(Ordering::Relaxed);
-        let total = self.handed_bytes + num_bytes as u64;
         if self.shared.has_failed.load(Ordering::Relaxed) {
             engine.stop_recording("the disk failed");
             return;
         }
-        if total > self.limit_bytes {
-            let limit = self.limit_bytes;
-            self.stop(
-                engine,
-                &format!("the log has its limit of {limit} bytes (record_limit)"),
-            );
-        } else if pending > MAX_PENDING_BYTES {
+        let pending = self.shared.pending_bytes.load(Ordering::Relaxed);
+        if pending > MAX_PENDING_BYTES {
             self.stop(engine, &format!("the disk was {pending} bytes behind"));
-        } else {
-            let empty = self.spare.try_recv().unwrap_or_default();
-            let buffer = recorder.take(empty);
-            self.hand_over(buffer);
+            return;
+        }
+        let empty = self.spare.try_recv().unwrap_or_default();
+        let buffer = recorder.take(empty);
+        self.hand_over(buffer);
+        // Another buffer must fit, but where the bound is tiny.
+        let reserve = (BUFFER_BYTES as u64).min(self.limit_bytes / 8);
+        if self.segment_bytes + reserve > self.segment_limit() {
+            if self.segment == 0 {
+                let path = self.shared.path.display();
+                warn(format!(
+                    "{path} is full (record_limit); the log goes on in {path}.1 and so on, of which the \
+                     newest {KEPT_SEGMENTS} are kept"
+                ));
+            }
+            self.segment = recorder.begin_segment();
+            self.segment_bytes = 0;
+            self.tell(Task::Segment(self.segment));
+        }
+    }
+
+    fn segment_limit(&self) -> u64 {
+        self.limit_bytes / if self.segment == 0 { 2 } else { 4 }
+    }
+
+    fn tell(&self, task: Task) {
+        if let Some(full) = &self.full {
+            // A thread that has ended has said why.
+            let _ = full.send(task);
         }
     }
 
@@ -113,14 +145,11 @@ impl LogWriter {
     }
 
     fn hand_over(&mut self, buffer: Vec<u8>) {
-        self.handed_bytes += buffer.len() as u64;
+        self.segment_bytes += buffer.len() as u64;
         self.handed_at = Instant::now();
         let pending = &self.shared.pending_bytes;
         pending.fetch_add(buffer.len() as u64, Ordering::Relaxed);
-        if let Some(full) = &self.full {
-            // A thread that has ended has said why.
-            let _ = full.send(buffer);
-        }
+        self.tell(Task::Write(buffer));
     }
 }
 
@@ -134,35 +163,83 @@ impl Drop for LogWriter {
     }
 }
 
-fn create_private(path: &Path) -> io::Result<File> {
+/// Path of a segment of the log at `path`.
+pub fn segment_path(path: &Path, segment: u32) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    if segment > 0 {
+        name.push(format!(".{segment}"));
+    }
+    PathBuf::from(name)
+}
+
+/// Numbers of the segments that lie beside the log at `path`, rising.
+pub fn segments_beside(path: &Path) -> Vec<u32> {
+    let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
+        return Vec::new();
+    };
+    let folder = path
+        .parent()
+        .filter(|folder| !folder.as_os_str().is_empty());
+    let entries = fs::read_dir(folder.unwrap_or(Path::new(".")))
+        .into_iter()
+        .flatten();
+    let numbers = entries.filter_map(|entry| {
+        let entry = entry.ok()?.file_name();
+        let number = entry.to_str()?.strip_prefix(name)?.strip_prefix('.')?;
+        number.parse().ok().filter(|&number: &u32| number > 0)
+    });
+    let mut numbers: Vec<u32> = numbers.collect();
+    numbers.sort_unstable();
+    numbers
+}
+
+/// Makes the first file, and puts away what an earlier engine left.
+fn create_first(path: &Path) -> io::Result<File> {
     if path.is_file() {
         let mut old = path.as_os_str().to_owned();
         old.push(".old");
         fs::rename(path, old)?;
     }
+    let file = create_private(path)?;
+    for segment in segments_beside(path) {
+        fs::remove_file(segment_path(path, segment))?;
+    }
+    Ok(file)
+}
+
+fn create_private(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.write(true).create_new(true).mode(0o600).open(path)
 }
 
 /// The thread's life.
-fn write_all(
-    mut file: File,
-    shared: &Shared,
-    to_write: &Receiver<Vec<u8>>,
-    written: &Sender<Vec<u8>>,
-) {
-    for buffer in to_write {
-        if let Err(error) = file.write_all(&buffer) {
+fn write_all(mut file: File, shared: &Shared, tasks: &Receiver<Task>, written: &Sender<Vec<u8>>) {
+    for task in tasks {
+        let done = match task {
+            Task::Write(buffer) => file.write_all(&buffer).map(|()| {
+                let length = buffer.len() as u64;
+                shared.pending_bytes.fetch_sub(length, Ordering::Relaxed);
+                let _ = written.send(buffer); // the scheduler may be gone
+            }),
+            Task::Segment(segment) => begin_segment(&mut file, &shared.path, segment),
+        };
+        if let Err(error) = done {
             shared.has_failed.store(true, Ordering::Relaxed);
             let path = shared.path.display();
             warn(format!(
-                "{path}: recording has ended, the file cannot be written: {error}"
+                "{path}: recording has ended, it cannot be written: {error}"
             ));
             return;
         }
-        let length = buffer.len() as u64;
-        shared.pending_bytes.fetch_sub(length, Ordering::Relaxed);
-        let _ = written.send(buffer); // the scheduler may be gone
+    }
+}
+
+/// Goes on in another file, and lets the oldest go.
+fn begin_segment(file: &mut File, path: &Path, segment: u32) -> io::Result<()> {
+    *file = create_private(&segment_path(path, segment))?;
+    match segment.checked_sub(KEPT_SEGMENTS) {
+        Some(gone) if gone > 0 => fs::remove_file(segment_path(path, gone)),
+        _ => Ok(()),
     }
 }
 

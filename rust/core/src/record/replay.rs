@@ -165,7 +165,7 @@ impl Replayer {
                 engine.on_time(now);
                 Ok(())
             }
-            Entry::Outputs { digest } => self.take_outputs(*digest),
+            Entry::Outputs { digest, .. } => self.take_outputs(*digest),
         }
     }
 

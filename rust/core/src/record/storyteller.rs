@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use crate::Engine;
-use crate::config::policy::{OnTimeout, Order, Sharing};
+use crate::config::policy::{ClassSettings, OnTimeout, Order, Sharing};
 use crate::iteration::progress::Progress;
 use crate::output::Event;
 use crate::record::format::Entry;
@@ -116,8 +116,17 @@ impl Storyteller {
     pub fn observe(&mut self, now: Time, entry: &Entry, replayer: &Replayer) {
         let engine = replayer.engine();
         match entry {
-            Entry::Reserve { ticket, code } => self.reserved(now, ticket, code, engine),
-            Entry::Submit { request, code } => self.submitted(now, request, code, engine),
+            Entry::Reserve { ticket, code } => {
+                let class = engine.reserved_class(ticket.id);
+                let class = class.or(ticket.class.as_deref());
+                self.reserved(now, ticket, code, &engine.policy().classes, class);
+            }
+            Entry::Submit { request, code } => {
+                let metrics = engine.metrics();
+                // It waits itself by now, if it was let in.
+                let others = metrics.waiting.saturating_sub(u64::from(code.is_empty()));
+                self.submitted(now, request, code, (others, metrics.running_sequences));
+            }
             Entry::Schedule { plan } => self.scheduled(now, plan.is_some(), replayer),
             Entry::Commit { .. } => self.landed(now),
             Entry::FailStep { .. } => drop(self.in_flight.pop_front()),
@@ -131,11 +140,44 @@ impl Storyteller {
         self.look_at_the_wait(now, engine);
     }
 
-    fn reserved(&mut self, now: Time, ticket: &Ticket, code: &str, engine: &Engine) {
-        let class = engine.reserved_class(ticket.id);
-        let class = class.or(ticket.class.as_deref()).unwrap_or_default();
-        let classes = &engine.policy().classes;
-        let position = classes.iter().position(|known| known.name == class);
+    /// Looks at a record of a segment that cannot be replayed: what the log says without an engine.
+    pub fn hear(&mut self, now: Time, entry: &Entry, classes: &[ClassSettings]) {
+        match entry {
+            Entry::Reserve { ticket, code } => {
+                self.reserved(now, ticket, code, classes, ticket.class.as_deref());
+            }
+            Entry::Submit { request, code } => self.submitted(now, request, code, (0, 0)),
+            Entry::Outputs { events, .. } => {
+                for event in events {
+                    if let Event::Scheduled {
+                        request,
+                        num_cached_tokens,
+                        ..
+                    } = event
+                        && *request == self.id
+                    {
+                        self.story.scheduled = Some(Scheduled {
+                            step: 0,
+                            at_us: now.0,
+                            cached_tokens: *num_cached_tokens,
+                        });
+                    }
+                    self.tell_end(now, event);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn reserved(
+        &mut self,
+        now: Time,
+        ticket: &Ticket,
+        code: &str,
+        classes: &[ClassSettings],
+        class: Option<&str>,
+    ) {
+        let position = classes.iter().position(|known| Some(&*known.name) == class);
         let known = Known {
             tenant: ticket.tenant.clone(),
             class: position.unwrap_or_default(),
@@ -157,7 +199,8 @@ impl Storyteller {
         self.others.insert(ticket.id, known);
     }
 
-    fn submitted(&mut self, now: Time, request: &NewRequest, code: &str, engine: &Engine) {
+    /// Beside it: requests that waited, and sequences that ran.
+    fn submitted(&mut self, now: Time, request: &NewRequest, code: &str, beside: (u64, u64)) {
         let prompt_tokens = request.prompt.len() as u32;
         if let Some(known) = self.others.get_mut(&request.id) {
             known.priority = request.priority;
@@ -166,15 +209,13 @@ impl Storyteller {
             self.num_submitted += 1;
         }
         if request.id == self.id {
-            let (story, metrics) = (&mut self.story, engine.metrics());
+            let story = &mut self.story;
             story.arrival_us = Some(now.0);
             story.refused = Some(code.to_owned()).filter(|code| !code.is_empty());
             story.prompt_tokens = prompt_tokens;
             story.max_tokens = request.stop.max_tokens;
             story.priority = request.priority;
-            // It waits itself by now, if it was let in.
-            story.waiting = metrics.waiting.saturating_sub(u64::from(code.is_empty()));
-            story.running = metrics.running_sequences;
+            (story.waiting, story.running) = beside;
         }
     }
 
@@ -335,25 +376,38 @@ impl Storyteller {
     /// What its client was told.
     fn told(&mut self, now: Time, replayer: &Replayer) {
         for event in &replayer.outputs().events {
-            match event {
-                Event::Output(output) if output.request == self.id => {
-                    if !output.tokens.is_empty() {
-                        self.end_silence(output.child, now);
-                    }
-                    if let Some(finish) = output.finish {
-                        self.story.ends.push(End {
-                            child: output.child,
-                            at_us: now.0,
-                            reason: end_name(finish),
-                        });
-                        self.silences.remove(&output.child);
-                    }
-                }
-                Event::Ended { request, stats } if *request == self.id => {
-                    self.story.stats = Some(*stats);
-                }
-                _ => {}
+            if let Event::Output(output) = event
+                && output.request == self.id
+                && !output.tokens.is_empty()
+            {
+                self.end_silence(output.child, now);
             }
+            self.tell_end(now, event);
+        }
+    }
+
+    /// Notes the end of one of its answers, or of all.
+    fn tell_end(&mut self, now: Time, event: &Event) {
+        match event {
+            Event::Output(output) if output.request == self.id => {
+                if let Some(finish) = output.finish {
+                    self.story.ends.push(End {
+                        child: output.child,
+                        at_us: now.0,
+                        reason: end_name(finish),
+                    });
+                    self.silences.remove(&output.child);
+                }
+            }
+            Event::Ended { request, stats } if *request == self.id => {
+                self.is_known = true;
+                let story = &mut self.story;
+                // Its beginning may lie before what is heard.
+                story.arrival_us.get_or_insert(stats.arrival.0);
+                story.prompt_tokens = stats.num_prompt_tokens;
+                story.stats = Some(*stats);
+            }
+            _ => {}
         }
     }
 
