@@ -2,13 +2,15 @@
 
 use std::sync::Arc;
 
+use chairlift_core::Vocabulary;
 use chairlift_core::config::Settings;
+use chairlift_core::error::ConfigError;
 use chairlift_core::iteration::commit::{STATUS_OK, StepResults};
 use chairlift_core::iteration::plan::StepPlan;
 use chairlift_core::output::OutputBatch;
+use chairlift_core::record::RecordedEngine;
 use chairlift_core::request::{NewRequest, RequestId, SamplingParams, StopParams, Ticket, Time};
 use chairlift_core::text::TokenTable;
-use chairlift_core::{Engine, Vocabulary};
 
 /// Tokens of the bench vocabulary, the default model's size.
 pub const VOCAB_SIZE: u32 = 49_152;
@@ -16,9 +18,10 @@ pub const VOCAB_SIZE: u32 = 49_152;
 /// An engine with an executor that returns a constant token at no cost.
 pub struct Bench {
     /// The engine under test.
-    pub engine: Engine,
+    pub engine: RecordedEngine,
     plan: StepPlan,
     results: StepResults,
+    log: Vec<u8>,
     batch: OutputBatch,
     now: Time,
     next_id: u64,
@@ -28,7 +31,20 @@ impl Bench {
     /// An idle engine.
     #[must_use]
     pub fn new(settings: &Settings) -> Self {
-        let engine = Engine::new(settings, vocabulary()).expect("settings that fit");
+        Self::with_engine(settings, RecordedEngine::new(settings, vocabulary()))
+    }
+
+    /// The same with a flight recorder.
+    #[must_use]
+    pub fn recorded(settings: &Settings) -> Self {
+        Self::with_engine(
+            settings,
+            RecordedEngine::recorded(settings, vocabulary(), ""),
+        )
+    }
+
+    fn with_engine(settings: &Settings, engine: Result<RecordedEngine, ConfigError>) -> Self {
+        let engine = engine.expect("settings that fit");
         let samples = settings.max_num_seqs as usize;
         Self {
             plan: StepPlan::new(engine.limits()),
@@ -39,6 +55,7 @@ impl Bench {
                 statuses: Vec::with_capacity(samples),
                 ..StepResults::default()
             },
+            log: Vec::new(),
             batch: OutputBatch::default(),
             now: Time(0),
             next_id: 0,
@@ -84,7 +101,8 @@ impl Bench {
     /// Gives a request up.
     pub fn abort(&mut self, id: RequestId) {
         self.engine.abort(self.now, id);
-        self.engine.outputs().clear();
+        self.engine.take_outputs(&mut self.batch);
+        self.batch.clear();
     }
 
     /// One iteration: schedule, plan, commit, outputs taken. Returns the tokens it scheduled.
@@ -105,8 +123,13 @@ impl Bench {
         self.engine
             .commit(self.now, self.plan.step, results)
             .expect("results that fit");
-        std::mem::swap(&mut self.batch, self.engine.outputs());
+        self.engine.take_outputs(&mut self.batch);
         self.batch.clear();
+        if let Some(recorder) = self.engine.recorder()
+            && recorder.num_bytes() > 1 << 16
+        {
+            self.log = recorder.take(std::mem::take(&mut self.log));
+        }
         self.plan.num_tokens()
     }
 }

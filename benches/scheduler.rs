@@ -25,8 +25,7 @@ fn settings(running: u32) -> Settings {
 }
 
 /// An engine with `running` sequences that all decode.
-fn decoding(running: u32) -> Bench {
-    let mut bench = Bench::new(&settings(running));
+fn decoding(mut bench: Bench, running: u32) -> Bench {
     for _ in 0..running {
         let request = bench.request(PROMPT, 1_000);
         bench.submit(request);
@@ -37,14 +36,23 @@ fn decoding(running: u32) -> Bench {
 
 /// Iterations in which all decode; the engine is made anew when its sequences near their end.
 fn steady_decode(c: &mut Criterion) {
-    let mut group = c.benchmark_group("steady_decode");
+    steady(c, "steady_decode", Bench::new);
+}
+
+/// The same with a flight recorder: the difference is what recording costs.
+fn steady_decode_recorded(c: &mut Criterion) {
+    steady(c, "steady_decode_recorded", Bench::recorded);
+}
+
+fn steady(c: &mut Criterion, name: &str, make: fn(&Settings) -> Bench) {
+    let mut group = c.benchmark_group(name);
     for running in [1, 64, 256, 1_024] {
         group.bench_function(running.to_string(), |b| {
             b.iter_custom(|iterations| {
                 let mut spent = std::time::Duration::ZERO;
                 let mut left = iterations;
                 while left > 0 {
-                    let mut bench = decoding(running);
+                    let mut bench = decoding(make(&settings(running)), running);
                     let round = left.min(900);
                     let start = Instant::now();
                     for _ in 0..round {
@@ -138,5 +146,12 @@ fn preempt(c: &mut Criterion) {
     });
 }
 
-criterion_group!(benches, steady_decode, admit, mixed, preempt);
+criterion_group!(
+    benches,
+    steady_decode,
+    steady_decode_recorded,
+    admit,
+    mixed,
+    preempt
+);
 criterion_main!(benches);

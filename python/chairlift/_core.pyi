@@ -11,6 +11,7 @@ from chairlift.config import PolicyConfig
 from chairlift.engine import CoreVocabulary
 from chairlift.engine_args import CoreSettings
 from chairlift.executor import Executor
+from chairlift.flight_log import Recording
 from chairlift.request_args import RequestArgs
 from chairlift.sampling import SamplingParams
 from chairlift.simulation import CostProfile, Options, Workload
@@ -169,6 +170,7 @@ class EngineCore:
         vocabulary: CoreVocabulary,
         *,
         step_timeout: int | None = None,
+        record: Recording | None = None,
     ) -> Self: ...
     @property
     def client(self) -> EngineClient: ...
@@ -182,6 +184,42 @@ def iteration_bounds() -> list[float]: ...
 def size_bounds() -> list[int]: ...
 def check_settings(settings: CoreSettings) -> None: ...
 def check_policy(policy: PolicyConfig) -> None: ...
+
+# Flight log
+
+@final
+class FlightLog:
+    """A log on disk; results are JSON."""
+
+    def __new__(cls, path: str) -> Self: ...
+    @property
+    def package(self) -> str: ...
+    @property
+    def about(self) -> str: ...
+    def replay(
+        self,
+        settings: CoreSettings | None = None,
+        progress: Callable[[int, float], object] | None = None,
+    ) -> str: ...
+    def explain(
+        self, request: int, progress: Callable[[int, float], object] | None = None
+    ) -> str: ...
+    def measure(self, progress: Callable[[int, float], object] | None = None) -> RecordedRun: ...
+
+@final
+class RecordedRun:
+    """What a recorded run was asked for and what it measured."""
+
+    @property
+    def report(self) -> str: ...
+    def measures(self) -> str: ...
+    def simulate(
+        self,
+        settings: CoreSettings,
+        profile: CostProfile,
+        options: Options,
+        progress: Callable[[int], object] | None = None,
+    ) -> dict[str, Any]: ...
 
 # Simulator
 

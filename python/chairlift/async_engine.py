@@ -237,6 +237,7 @@ class AsyncEngine:
         parsed = parse_prompt(submission.prompt)
         call, place = self._client.post_reserve(args, n=params.n)
         with place:
+            stream.engine_request_id = place.request_id
             stream.request_class = await self._answer(call)
             tokens = await self._tokenise(parsed)
             request, seed = self._engine.prepare(parsed, tokens, params, args)

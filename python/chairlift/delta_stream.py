@@ -131,6 +131,8 @@ class DeltaStream:
         """Key of the random stream, given or drawn; known when it is submitted."""
         self.request_class: str | None = None
         """Name of the class that it is served as; known when it is submitted."""
+        self.engine_request_id: int | None = None
+        """The engine's own number, which flight logs have; known when a place is reserved."""
         self.queue_time: float | None = None
         """Seconds from its submission until it was first scheduled; known then."""
         self.num_cached_tokens = 0

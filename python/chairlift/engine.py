@@ -28,6 +28,7 @@ from chairlift.engine_args import (
     core_settings,
 )
 from chairlift.errors import ConfigError, InvalidRequestError
+from chairlift.flight_log import recording
 from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -228,7 +229,10 @@ class LocalEngine(Engine):
                 vocab_size=parts.vocab_size,
             )
             self.core = _core.EngineCore(
-                settings, _vocabulary(parts), step_timeout=args.step_timeout or None
+                settings,
+                _vocabulary(parts),
+                step_timeout=args.step_timeout or None,
+                record=recording(args, settings),
             )
         except BaseException:
             self._thread.run_steps(None)

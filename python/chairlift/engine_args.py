@@ -19,11 +19,12 @@ DEFAULT_MAX_MODEL_LEN = 8_192
 _MOST_KV_BLOCKS = 2**26
 """The core's MAX_KV_BLOCKS: what stands for a pool whose size is not known yet."""
 _KINDS = {"str": str, "int": int, "bool": bool}
-_POSITIVE = ("kv_cache_memory", "num_threads")
+_POSITIVE = ("kv_cache_memory", "num_threads", "record_limit")
 _LARGEST = {
     "kv_cache_memory": 2**63 - 1,
     "max_queued_tokens": 2**63 - 1,
     "seed": 2**63 - 1,
+    "record_limit": 2**63 - 1,
 }
 
 ConfigSource = Config | str | PathLike[str]
@@ -55,6 +56,8 @@ class EngineOptions(TypedDict, total=False):
     num_threads: int | None
     max_logprobs: int
     seed: int
+    record: str | PathLike[str] | None
+    record_limit: int
 
 
 class EngineTable(EngineOptions, total=False):
@@ -114,6 +117,11 @@ class EngineArgs:
     """Most candidates per position that a request may ask for, of output or prompt."""
     seed: int = 0
     """Where the seeds of requests without one are drawn from."""
+    record: str | PathLike[str] | None = None
+    """File of the flight log: all that the engine is told and decides, prompts included, for
+    ``chairlift replay`` and ``chairlift explain``; None: nothing is recorded."""
+    record_limit: int = 2**30
+    """Bytes of the log: half for its beginning, half for its newest segments."""
 
 
 ENGINE_KEYS = tuple(item.name for item in fields(EngineArgs) if item.name != "config")
@@ -159,6 +167,8 @@ def check_args(args: EngineArgs) -> None:
         elif not isinstance(value, kind):
             wanted = "True or False" if kind is bool else "a string"
             raise ConfigError(f"{option.name} is {shown(value)}; it must be {wanted}")
+    if not isinstance(args.record, str | PathLike | None):
+        raise ConfigError(f"record is {shown(args.record)}; it must be the path of a file")
     for name, method in (("tokenizer", "token_table"), ("executor", "launch")):
         value = getattr(args, name)
         if not (value is None or isinstance(value, str) or hasattr(value, method)):

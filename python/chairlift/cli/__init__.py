@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from chairlift.cli import bench, chat, config, generate, serve
+from chairlift.cli import bench, chat, config, explain, generate, replay, serve
 from chairlift.errors import ChairliftError
 
 
@@ -45,5 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_command(commands)
     bench.add_command(commands)
     config.add_command(commands)
+    replay.add_command(commands)
+    explain.add_command(commands)
     serve.add_key_command(commands)
     return parser

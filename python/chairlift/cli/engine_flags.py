@@ -69,6 +69,17 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
     flag("--attention-backend", choices=["cpu", "reference"], help="attention kernels")
     flag("--num-threads", type=int, metavar="N", help="threads of the forward pass")
     flag("--max-logprobs", type=int, metavar="N", help="most log-probabilities per position")
+    flag(
+        "--record",
+        metavar="FILE",
+        help="write a flight log, prompts included, for chairlift replay and chairlift explain",
+    )
+    flag(
+        "--record-limit",
+        type=memory_size,
+        metavar="SIZE",
+        help="size of the flight log: its beginning and its newest segments",
+    )
     flag("--executor", metavar="MODULE:CLASS", help="an executor of your own")
     return group
 

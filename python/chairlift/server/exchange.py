@@ -154,6 +154,8 @@ class Exchange(Response, Generic[RequestT]):
         await generation.start()
         record = self.record
         record.queue_time = generation.queue_time
+        numbers = [stream.engine_request_id for stream in generation.streams]
+        record.engine_requests = [number for number in numbers if number is not None]
         record.request_class = generation.streams[0].request_class
         record.prompt_tokens = generation.num_prompt_tokens
         record.cached_tokens = generation.num_cached_tokens

@@ -46,6 +46,8 @@ class RequestRecord:
     """From arrival to the first token's bytes (or the whole answer's)."""
     duration: float = 0.0
     prompt: object = None
+    engine_requests: list[int] | None = None
+    """The engine's own numbers, one for each prompt, as ``chairlift explain`` takes them."""
 
     def line(self) -> str:
         """The JSON; what is not known is left out."""

@@ -19,13 +19,15 @@ mod format;
 mod recorder;
 mod replay;
 mod story;
+mod storyteller;
 mod workload;
 
 pub use digest::{PlanDigest, PlanField};
 pub use format::{Decoder, Entry, Header, LogError, Results, read_header};
 pub use recorder::Recorder;
 pub use replay::{Mismatch, Replayer};
-pub use story::{Gap, Moment, Span, Story, Storyteller};
+pub use story::{Ahead, End, Gap, Moment, Scheduled, Span, StepView, Story};
+pub use storyteller::Storyteller;
 pub use workload::{MeasuredRequest, MeasuredStep, Measures, recorded_workload};
 
 use std::ops::Deref;
@@ -71,7 +73,7 @@ impl RecordedEngine {
     ) -> Result<Self, ConfigError> {
         let header = Header::new(settings, &vocabulary, about);
         let engine = Engine::new(settings, vocabulary)?;
-        let recorder = Some(Box::new(Recorder::new(&header)));
+        let recorder = Some(Box::new(Recorder::new(header)));
         Ok(Self { engine, recorder })
     }
 

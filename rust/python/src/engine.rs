@@ -6,16 +6,18 @@
 //! disconnects the executor thread.
 
 use std::os::fd::RawFd;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use chairlift_core::Vocabulary;
 use chairlift_core::config::{Limits, Settings};
 use chairlift_core::iteration::commit::StepResults;
+use chairlift_core::record::RecordedEngine;
 use chairlift_core::text::TokenTable;
-use chairlift_core::{Engine, Vocabulary};
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 
@@ -25,6 +27,7 @@ use crate::delivery::Outbox;
 use crate::errors::{config_error, misuse, setup_error};
 use crate::executor_thread::{self, ExecutorEnd};
 use crate::link;
+use crate::log_writer::LogWriter;
 use crate::plan_memory::plan_sets;
 use crate::policy::read_policy;
 use crate::scheduler_thread::{self, SchedulerEnd};
@@ -76,6 +79,29 @@ struct VocabularyView {
     eos_token_ids: Vec<u32>,
 }
 
+/// The attributes of `chairlift.flight_log.Recording`.
+#[derive(FromPyObject)]
+struct RecordingView {
+    path: PathBuf,
+    limit: u64,
+    about: String,
+}
+
+/// Makes the flight log's file; what is written about the engine goes to its beginning.
+fn start_log(record: Option<RecordingView>) -> PyResult<(Option<LogWriter>, Option<String>)> {
+    let Some(RecordingView { path, limit, about }) = record else {
+        return Ok((None, None));
+    };
+    let writer = LogWriter::create(&path, limit).map_err(|error| {
+        let message = format!(
+            "record is {}, which cannot be written: {error}",
+            path.display()
+        );
+        setup_error(&message, "invalid_config")
+    })?;
+    Ok((Some(writer), Some(about)))
+}
+
 const SHUT_DOWN: Command = Command::Client(Message::Tell(Order::Shutdown));
 
 /// A running engine.
@@ -96,19 +122,21 @@ pub struct EngineCore {
 impl EngineCore {
     /// Starts the scheduler thread. `settings` and `vocabulary` are objects with the attributes of
     /// `chairlift.engine_args.CoreSettings` and `chairlift.engine.CoreVocabulary`. A step that takes
-    /// longer than `step_timeout` seconds ends the engine.
+    /// longer than `step_timeout` seconds ends the engine. `record` is a `chairlift.flight_log.Recording`.
     #[new]
-    #[pyo3(signature = (settings, vocabulary, *, step_timeout = None))]
+    #[pyo3(signature = (settings, vocabulary, *, step_timeout = None, record = None))]
     fn new(
         settings: &Bound<'_, PyAny>,
         vocabulary: &Bound<'_, PyAny>,
         step_timeout: Option<u32>,
+        record: Option<RecordingView>,
     ) -> PyResult<Self> {
         let py = settings.py();
         let settings = read_settings(settings)?;
         let limits = Arc::new(validate(&settings)?);
         let vocabulary = read_vocabulary(py, vocabulary.extract()?)?;
         let eos_token_ids = vocabulary.eos_token_ids.clone();
+        let (log, about) = start_log(record)?;
         let outbox = Arc::new(Outbox::new()?);
         let (commands, received) = channel();
         let (to_executor, steps) = channel();
@@ -126,6 +154,7 @@ impl EngineCore {
             ring: ring.collect(),
             epoch,
             step_timeout: step_timeout.map(|seconds| Duration::from_secs(seconds.into())),
+            log,
         };
         let executor_end = ExecutorEnd {
             steps,
@@ -133,7 +162,7 @@ impl EngineCore {
             num_sets,
             vocab_size: limits.vocab_size(),
         };
-        let scheduler = py.detach(|| start_scheduler(settings.clone(), vocabulary, end))?;
+        let scheduler = py.detach(|| start_scheduler(settings.clone(), vocabulary, about, end))?;
         let client = EngineClient::new(Line::new(
             Post::Here(commands.clone()),
             Arc::clone(&outbox),
@@ -237,18 +266,25 @@ fn validate(settings: &Settings) -> PyResult<Limits> {
 fn start_scheduler(
     settings: Settings,
     vocabulary: Vocabulary,
+    about: Option<String>,
     end: SchedulerEnd,
 ) -> PyResult<JoinHandle<()>> {
     let (ready, made) = channel();
     let handle = thread::Builder::new()
         .name("chairlift-sched".to_owned())
-        .spawn(move || match Engine::new(&settings, vocabulary) {
-            Ok(engine) => {
-                let _ = ready.send(Ok(())); // whoever started us may be gone
-                scheduler_thread::run(engine, end);
-            }
-            Err(error) => {
-                let _ = ready.send(Err(error));
+        .spawn(move || {
+            let made = match about {
+                None => RecordedEngine::new(&settings, vocabulary),
+                Some(about) => RecordedEngine::recorded(&settings, vocabulary, &about),
+            };
+            match made {
+                Ok(engine) => {
+                    let _ = ready.send(Ok(())); // whoever started us may be gone
+                    scheduler_thread::run(engine, end);
+                }
+                Err(error) => {
+                    let _ = ready.send(Err(error));
+                }
             }
         })?;
     match made.recv() {

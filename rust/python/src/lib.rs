@@ -6,7 +6,8 @@
 //! and clients take everything an iteration has to say in one batch (`delivery`, `batch`, `client`),
 //! also from another process (`link`).
 //!
-//! Beside all that, `simulate` runs the core under a virtual clock.
+//! Beside all that, `simulate` runs the core under a virtual clock, and `flight_log` lets it live again
+//! what `log_writer` wrote down.
 //!
 //! No Python call and no drop of a Python object happens under a lock.
 
@@ -18,10 +19,12 @@ mod delivery;
 mod engine;
 mod errors;
 mod executor_thread;
+mod flight_log;
 mod groups;
 mod iterations;
 mod kernels;
 mod link;
+mod log_writer;
 mod metrics;
 mod numpy;
 mod plan_memory;
@@ -44,6 +47,8 @@ mod _core {
     use crate::client::{EngineClient, Reservation};
     #[pymodule_export]
     use crate::engine::{EngineCore, check_policy, check_settings};
+    #[pymodule_export]
+    use crate::flight_log::{FlightLog, RecordedRun};
     #[pymodule_export]
     use crate::groups::{iteration_bounds, size_bounds, time_bounds};
     #[pymodule_export]

@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
-use chairlift_core::Engine;
 use chairlift_core::config::policy::Policy;
+use chairlift_core::record::RecordedEngine;
 use chairlift_core::request::{NewRequest, RequestId, Ticket, Time};
 
 use crate::command::{Answer, Command, Message, Order, Question, Step, Submission, recv_soon};
@@ -23,6 +23,7 @@ use crate::delivery::{Delivery, Outbox};
 use crate::errors::Refusal;
 use crate::groups::{Groups, Wait};
 use crate::iterations::Iterations;
+use crate::log_writer::LogWriter;
 use crate::metrics::EngineMetrics;
 
 /// What the thread is given.
@@ -39,10 +40,12 @@ pub struct SchedulerEnd {
     pub epoch: Instant,
     /// How long a step may take.
     pub step_timeout: Option<Duration>,
+    /// Where the flight log goes, if the engine is recorded.
+    pub log: Option<LogWriter>,
 }
 
 /// Serves until the engine is shut down.
-pub fn run(engine: Engine, end: SchedulerEnd) {
+pub fn run(engine: RecordedEngine, end: SchedulerEnd) {
     let outbox = Arc::clone(&end.outbox);
     let mut scheduler = Scheduler::new(engine, end);
     // Dropped before the scheduler with its channels: who finds them closed finds the reason, too.
@@ -50,6 +53,7 @@ pub fn run(engine: Engine, end: SchedulerEnd) {
     while scheduler.is_open {
         scheduler.turn();
     }
+    scheduler.write_log(true);
 }
 
 /// Tells the clients that nobody serves them any more, however the thread ends.
@@ -78,7 +82,7 @@ struct InFlight {
 }
 
 struct Scheduler {
-    engine: Engine,
+    engine: RecordedEngine,
     end: SchedulerEnd,
     in_flight: Option<InFlight>,
     /// Why no step can be run any more.
@@ -90,7 +94,7 @@ struct Scheduler {
 }
 
 impl Scheduler {
-    fn new(engine: Engine, end: SchedulerEnd) -> Self {
+    fn new(engine: RecordedEngine, end: SchedulerEnd) -> Self {
         Self {
             engine,
             end,
@@ -128,6 +132,15 @@ impl Scheduler {
             self.plan();
         }
         self.deliver(None);
+        // Without a step the thread may sleep for long.
+        self.write_log(self.in_flight.is_none());
+    }
+
+    /// Hands what was recorded to the log's writer.
+    fn write_log(&mut self, at_once: bool) {
+        if let Some(log) = &mut self.end.log {
+            log.take_from(&mut self.engine, at_once);
+        }
     }
 
     /// The next command, or `None` when a timer of the core is due or the step should be back.
@@ -379,11 +392,9 @@ impl Scheduler {
     /// Publishes what the core has said since the last time; `failure` is the message for every
     /// failed request in it.
     fn deliver(&mut self, failure: Option<Arc<str>>) {
-        let outputs = self.engine.outputs();
-        if outputs.is_empty() {
+        if !self.engine.take_outputs(&mut self.delivery.batch) {
             return;
         }
-        std::mem::swap(outputs, &mut self.delivery.batch);
         if let Some(message) = failure {
             let all = 0..self.delivery.batch.events.len();
             self.delivery.failures.push((all, message));

@@ -78,8 +78,24 @@ pub fn simulate<'py>(
     options: &Bound<'py, PyAny>,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
+    run(
+        settings,
+        profile,
+        read_workload(workload)?,
+        options,
+        progress,
+    )
+}
+
+/// The same for a workload that was read.
+pub fn run<'py>(
+    settings: &Bound<'py, PyAny>,
+    profile: &Bound<'py, PyAny>,
+    mut workload: Workload,
+    options: &Bound<'py, PyAny>,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
     let py = settings.py();
-    let mut workload = read_workload(workload)?;
     let options: OptionsView = options.extract()?;
     let config = read_config(settings, profile, &options)?;
     let mut probe = match options.gap_weights {

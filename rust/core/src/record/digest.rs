@@ -189,7 +189,7 @@ pub(crate) fn digest_outputs(batch: &OutputBatch, scratch: &mut Vec<u8>) -> u64 
     state ^= xxh3_64(batch.text.as_bytes()).rotate_left(1);
     for event in &batch.events {
         let word = match event {
-            Event::Output(output) if output.finish.is_none() => digest_output(output),
+            Event::Output(output) if is_common(event) => digest_output(output),
             rare => {
                 scratch.clear();
                 let bytes = postcard::to_extend(rare, std::mem::take(scratch));
@@ -200,6 +200,11 @@ pub(crate) fn digest_outputs(batch: &OutputBatch, scratch: &mut Vec<u8>) -> u64 
         state = (state ^ word).wrapping_mul(K1).rotate_left(23);
     }
     state
+}
+
+/// Whether an event is the common one: tokens of an answer that goes on.
+pub(crate) fn is_common(event: &Event) -> bool {
+    matches!(event, Event::Output(output) if output.finish.is_none())
 }
 
 /// The common event, of which there is one for each running sequence: mixed word by word.

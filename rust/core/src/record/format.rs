@@ -17,7 +17,7 @@ use crate::Vocabulary;
 use crate::config::Settings;
 use crate::config::policy::Policy;
 use crate::iteration::commit::{STATUS_OK, StepResults};
-use crate::output::TokenLogprob;
+use crate::output::{Event, TokenLogprob};
 use crate::record::digest::PlanDigest;
 use crate::request::{NewRequest, RequestId, SamplingParams, StopParams, Ticket, Time};
 use crate::text::TokenTable;
@@ -37,6 +37,11 @@ pub struct Header {
     pub settings: Settings,
     /// What the writer wanted to say; the core does not read it.
     pub about: String,
+    /// Which part of the log this is: 0 begins with the engine. Only that can be replayed, and those that
+    /// follow it without a gap.
+    pub segment: u32,
+    /// The time of the last record before it.
+    pub base: Time,
     token_bytes: Vec<u8>,
     token_lengths: Vec<u32>,
     special_tokens: Vec<u32>,
@@ -96,6 +101,8 @@ impl Header {
             package: env!("CARGO_PKG_VERSION").to_owned(),
             settings: settings.clone(),
             about: about.to_owned(),
+            segment: 0,
+            base: Time(0),
             token_bytes: tokens
                 .clone()
                 .flat_map(|token| table.bytes(token).to_vec())
@@ -272,8 +279,10 @@ pub enum Entry {
     AbortAll,
     /// [`crate::Engine::on_time`].
     OnTime,
-    /// [`crate::record::RecordedEngine::take_outputs`], with a digest of what was taken.
-    Outputs { digest: u64 },
+    /// [`crate::record::RecordedEngine::take_outputs`], with a digest of what was taken, and the events
+    /// that are not the common one (tokens of an answer that goes on), so that ends are told without a
+    /// replay.
+    Outputs { digest: u64, events: Vec<Event> },
     /// The recording ended before the engine did.
     Stopped { why: String },
 }
@@ -285,6 +294,8 @@ pub struct Results {
     token_ids: Vec<u32>,
     /// Tokens of each sample; empty: one each.
     tokens_per_sample: Vec<u32>,
+    /// Sequences of the step.
+    num_seqs: u32,
     /// As the executor gave them; empty: all are fine.
     statuses: Vec<u8>,
     /// Log-probabilities of each sample; empty: none.
@@ -301,6 +312,7 @@ impl Results {
         if self.tokens_per_sample.iter().all(|&tokens| tokens == 1) {
             self.tokens_per_sample.clear();
         }
+        self.num_seqs = results.statuses.len() as u32;
         self.statuses.clear();
         if results.statuses.iter().any(|&status| status != STATUS_OK) {
             self.statuses.clone_from(&results.statuses);
@@ -312,8 +324,8 @@ impl Results {
         );
     }
 
-    /// The results again for a step of `num_seqs` sequences, with log-probabilities of 0.
-    pub(crate) fn restore(&self, num_seqs: usize, into: &mut StepResults) {
+    /// The results again, with log-probabilities of 0.
+    pub(crate) fn restore(&self, into: &mut StepResults) {
         let ones = || self.token_ids.iter().map(|_| 1);
         into.token_ids.clone_from(&self.token_ids);
         if self.tokens_per_sample.is_empty() {
@@ -325,8 +337,7 @@ impl Results {
             );
         }
         into.statuses.clone_from(&self.statuses);
-        into.statuses
-            .resize(num_seqs.max(self.statuses.len()), STATUS_OK);
+        into.statuses.resize(self.num_seqs as usize, STATUS_OK);
         let unknown = TokenLogprob {
             token: 0,
             logprob: 0.0,
@@ -377,6 +388,11 @@ pub struct Decoder {
 }
 
 impl Decoder {
+    /// Reads what follows a header.
+    pub fn after(header: &Header) -> Self {
+        Self { now: header.base }
+    }
+
     /// The time of the last record.
     pub fn now(&self) -> Time {
         self.now
@@ -453,6 +469,7 @@ impl Content<'_> {
             Kind::OnTime => Entry::OnTime,
             Kind::Outputs => Entry::Outputs {
                 digest: self.read()?,
+                events: self.read()?,
             },
             Kind::Stopped => Entry::Stopped { why: self.read()? },
         })

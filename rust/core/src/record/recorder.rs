@@ -5,14 +5,15 @@
 
 use crate::iteration::commit::StepResults;
 use crate::iteration::plan::StepPlan;
-use crate::output::OutputBatch;
-use crate::record::digest::{PlanDigest, digest_outputs};
+use crate::output::{Event, OutputBatch};
+use crate::record::digest::{PlanDigest, digest_outputs, is_common};
 use crate::record::format::{Header, Kind, Results, append};
 use crate::request::Time;
 
 /// Writes records into a buffer.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Recorder {
+    header: Header,
     /// Whole records; the header first.
     buffer: Vec<u8>,
     /// The record that is being written.
@@ -22,14 +23,31 @@ pub struct Recorder {
     plan: PlanDigest,
     results: Results,
     scratch: Vec<u8>,
+    events: Vec<Event>,
 }
 
 impl Recorder {
-    pub(crate) fn new(header: &Header) -> Self {
+    pub(crate) fn new(header: Header) -> Self {
         Self {
             buffer: header.encode(),
-            ..Self::default()
+            header,
+            record: Vec::new(),
+            last: Time(0),
+            num_records: 0,
+            plan: PlanDigest::default(),
+            results: Results::default(),
+            scratch: Vec::new(),
+            events: Vec::new(),
         }
+    }
+
+    /// Goes on in another segment, with a header of its own: what was recorded before must have been
+    /// taken. Returns its number.
+    pub fn begin_segment(&mut self) -> u32 {
+        self.header.segment += 1;
+        self.header.base = self.last;
+        self.buffer.extend(self.header.encode());
+        self.header.segment
     }
 
     /// Bytes that were not taken yet.
@@ -87,8 +105,12 @@ impl Recorder {
 
     pub(crate) fn outputs(&mut self, batch: &OutputBatch) {
         let digest = digest_outputs(batch, &mut self.scratch);
+        self.events.clear();
+        let rare = batch.events.iter().filter(|event| !is_common(event));
+        self.events.extend(rare.cloned());
         self.begin(Kind::Outputs, None);
-        self.write(&digest);
+        append(&mut self.record, &digest);
+        append(&mut self.record, &self.events);
         self.end();
     }
 }

@@ -165,7 +165,7 @@ impl Replayer {
                 engine.on_time(now);
                 Ok(())
             }
-            Entry::Outputs { digest } => self.take_outputs(*digest),
+            Entry::Outputs { digest, .. } => self.take_outputs(*digest),
         }
     }
 
@@ -200,7 +200,7 @@ impl Replayer {
     }
 
     fn commit(&mut self, step: u64, results: &Results) -> Result<(), Box<Mismatch>> {
-        results.restore(self.plan.num_seqs(), &mut self.results);
+        results.restore(&mut self.results);
         let committed = self.engine.commit(self.now, step, &self.results);
         let refusal = committed.map_or_else(|error| error.to_string(), |()| String::new());
         self.same("commit", "refusal", "", &named(&refusal))

@@ -6,7 +6,7 @@
 //! prefix who did so in life. A request whose true length the log does not know (it was refused, given
 //! up or cut off) gets the median of its class. `n` answers become `n` requests with one prompt.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use serde::Serialize;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
@@ -73,7 +73,8 @@ pub struct Measures {
     /// Policies that were loaded later; the simulator has the first throughout.
     pub reloads: u32,
     by_id: BTreeMap<RequestId, usize>,
-    step: Option<MeasuredStep>,
+    /// Steps in flight, the oldest first.
+    in_flight: VecDeque<MeasuredStep>,
     landed_us: Option<u64>,
     names: HashMap<u64, u32>,
 }
@@ -94,17 +95,20 @@ impl Measures {
                 step.tokens += u64::from(padding.sequences);
                 step.decode_context += padding.context_tokens;
                 step.start_us = now.0;
-                step.gap_us = self.landed_us.map(|landed_us| now.0 - landed_us);
-                self.step = Some(step);
+                let runs_on = self.landed_us.filter(|_| self.in_flight.is_empty());
+                step.gap_us = runs_on.map(|landed_us| now.0 - landed_us);
+                self.in_flight.push_back(step);
             }
             Entry::Commit { .. } => {
-                self.landed_us = Some(now.0);
-                if let Some(mut step) = self.step.take() {
-                    step.duration_us = now.0 - step.start_us;
+                let landed_us = self.landed_us.replace(now.0).unwrap_or_default();
+                if let Some(mut step) = self.in_flight.pop_front() {
+                    // One that was planned ahead began when the one before it had ended.
+                    step.duration_us = now.0 - step.start_us.max(landed_us);
                     self.steps.push(step);
                 }
             }
-            Entry::FailStep { .. } | Entry::FailAll => self.step = None,
+            Entry::FailStep { .. } => drop(self.in_flight.pop_front()),
+            Entry::FailAll => self.in_flight.clear(),
             Entry::Reload { code, .. } if code.is_empty() => self.reloads += 1,
             Entry::Abort { id, live: true } => {
                 if let Some(&at) = self.by_id.get(id) {
@@ -177,7 +181,10 @@ impl Measures {
                     let Some(&at) = self.by_id.get(&output.request) else {
                         continue;
                     };
-                    let answer = &mut self.requests[at].answers[output.child as usize];
+                    let answers = &mut self.requests[at].answers;
+                    let Some(answer) = answers.get_mut(output.child as usize) else {
+                        continue;
+                    };
                     answer.0 += output.tokens.len() as u32;
                     answer.1 |= output
                         .finish

@@ -39,7 +39,7 @@ fn replay_and(
 ) -> (u64, Result<(), Box<Mismatch>>) {
     let (header, mut at) = header_of(log);
     let mut replayer = Replayer::new(&header, settings).expect("an engine");
-    let mut decoder = Decoder::default();
+    let mut decoder = Decoder::after(&header);
     while let Some((entry, length)) = decoder.decode(&log[at..]).expect("a whole log") {
         at += length;
         if let Err(mismatch) = replayer.apply(decoder.now(), &entry) {
