@@ -63,6 +63,8 @@ figures: $(STAMPS)/installed ## Tables and pictures of the policies into docs/; 
 	-$(POLICIES) overload $(CHAT) --load 1
 	-$(POLICIES) queue-time $(CHAT) $(BATCH) --load 1.5
 	-$(POLICIES) order $(CHAT) --load 0.95
+	-$(POLICIES) memory --trace "$(TRACES)/lengths_bwb.csv.gz" --also "$(TRACES)/azure2023_conv.csv.gz" \
+		--also "$(TRACES)/lengths_sharegpt8k.csv.gz" --profile gpu-8b-small --max-tokens 4096 --load 0.95
 
 wheel: $(STAMPS)/installed ## One abi3 wheel for CPython 3.11 and newer, in dist/
 	rm -rf dist

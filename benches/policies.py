@@ -34,6 +34,14 @@ def parser() -> argparse.ArgumentParser:
         "--batch", type=Path, metavar="FILE", help="requests that can wait (default: the trace)"
     )
     parser.add_argument(
+        "--also",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a further trace, for memory; may be given several times",
+    )
+    parser.add_argument(
         "--profile",
         default="gpu-8b",
         metavar="NAME",
@@ -61,15 +69,15 @@ def parser() -> argparse.ArgumentParser:
 
 def bench(args: argparse.Namespace) -> Bench:
     """Read what the arguments name."""
-    trace = read_trace(args.trace)
-    batch = trace if args.batch is None else read_trace(args.batch)
-    if args.requests is not None:
-        trace, batch = trace.first(args.requests), batch.first(args.requests)
-    trace, batch = trace.divided(args.divide), batch.divided(args.divide)
+    paths = [args.trace, args.trace if args.batch is None else args.batch, *args.also]
+    trace, batch, *also = (
+        read_trace(path).first(args.requests).divided(args.divide) for path in paths
+    )
     return Bench(
         profile=read_profile(args.profile),
         trace=trace,
         batch=batch,
+        also=tuple(also),
         load=args.load,
         seed=args.seed,
         iterations=args.iterations,

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use chairlift_benches::Bench;
 use chairlift_core::config::Settings;
+use chairlift_core::config::memory::MemoryAdmission;
 use chairlift_core::memory::prefix::{BlockHash, extend_chain};
 use criterion::{Criterion, criterion_group, criterion_main};
 
@@ -146,12 +147,44 @@ fn preempt(c: &mut Criterion) {
     });
 }
 
+/// 256 sequences decode and the forecast holds the next one back: what looking ahead costs while all
+/// write.
+fn forecast(c: &mut Criterion) {
+    let mut settings = settings(257);
+    settings.policy.memory.admission = MemoryAdmission::Forecast;
+    // What is not known yet is reckoned with to `max_tokens`: 95 blocks each, and no more.
+    settings.num_kv_blocks = 256 * 95;
+    c.bench_function("forecast", |b| {
+        b.iter_custom(|iterations| {
+            let mut spent = std::time::Duration::ZERO;
+            let mut left = iterations;
+            while left > 0 {
+                let mut bench = Bench::new(&settings);
+                for _ in 0..257 {
+                    let request = bench.request(PROMPT, 1_000);
+                    bench.submit(request);
+                }
+                while bench.step() != 256 {}
+                let round = left.min(900);
+                let start = Instant::now();
+                for _ in 0..round {
+                    assert_eq!(bench.step(), 256);
+                }
+                spent += start.elapsed();
+                left -= round;
+            }
+            spent
+        });
+    });
+}
+
 criterion_group!(
     benches,
     steady_decode,
     steady_decode_recorded,
     admit,
     mixed,
-    preempt
+    preempt,
+    forecast
 );
 criterion_main!(benches);

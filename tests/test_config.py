@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from chairlift import (
     EngineDeadError,
     JoinConfig,
     KeyConfig,
+    MemoryConfig,
     PolicyConfig,
     PriceConfig,
     SamplingParams,
@@ -79,6 +80,10 @@ burst_tokens = 10_000
 [shedding]
 above = "30s"
 below = "20s"
+
+[memory]
+admission = "forecast"
+overflow = 0.1
 
 [keys.ops]
 hash = "sha256:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
@@ -144,6 +149,7 @@ def test_every_key_is_read(write):
             max_level_wait=60,
             join=JoinConfig(size=32, delay=0.05),
             preempt_to_admit=False,
+            memory=MemoryConfig(admission="forecast", overflow=0.1),
         ),
         keys={
             "ops": KeyConfig(
@@ -303,6 +309,9 @@ def test_an_object_that_no_file_can_hold():
         ("[default_tenant]\nmax_running = 0", r"default_tenant\.max_running is 0; it must be more"),
         ("[shedding]\nabove = 1\nbelow = 2", r"shedding\.below is 2000000 us; it must be less "),
         ("[shedding]\nabove = 1", r"shedding is .*; it must be a table .*; below is missing"),
+        ("[memory]\nadmission = 'no'", r'memory\.admission is "no"; it must be "optimistic" or "r'),
+        ("[memory]\noverflow = 0", r"memory\.overflow is 0; it must be more than 0 and at most 0"),
+        ("[memory]\noverflow = 0.6", r"memory\.overflow is 0\.6; it must be more than 0 and at"),
         ("[engine]\nmax_num_seqs = 0", r"engine\.max_num_seqs is 0; it must be at least 1"),
         ("[engine]\nmax_num_seqs = '0'", r"engine\.max_num_seqs is '0'; it must be an integer"),
         ("[engine]\nmax_num_seqs = 5000", r"engine\.max_num_seqs \(5000\) is above max_num_batch"),
@@ -402,6 +411,8 @@ def test_the_core_knows_every_choice():
     }.items():
         for choice in choices:
             _core.check_policy(PolicyConfig(**{key: choice}))
+    for admission in ("optimistic", "reserve", "forecast"):
+        _core.check_policy(PolicyConfig(memory={"admission": admission}))
     for settings in ({"on_timeout": "promote"}, {"on_doomed": "drop"}):
         _core.check_policy(PolicyConfig(classes={"a": settings}))
 
@@ -482,6 +493,19 @@ def test_the_engine_table_of_the_start_is_no_change_though_arguments_won(policy_
         llm.reload(path)
 
 
+def test_the_memory_of_newcomers_is_reckoned_with_otherwise_from_a_reload_on(policy_file):
+    with LLM(executor=ScriptedExecutor(), config=policy_file("")) as llm:
+        assert llm.metrics()["memory_overflow_target"] == 0
+        policy = llm._engine.config.policy
+        memory = MemoryConfig(admission="forecast", overflow=0.2)
+        llm.reload(Config(policy=replace(policy, memory=memory)))
+        llm.generate("x", SamplingParams(max_tokens=3), use_tqdm=False)
+        metrics = llm.metrics()
+        assert metrics["memory_overflow_target"] == 0.2
+        assert (metrics["memory_lives"], metrics["memory_overflows"]) == (1, 0)
+        assert 0 <= metrics["memory_quantile"] <= 1
+
+
 def test_reloading_an_ended_engine():
     llm = LLM(executor=ScriptedExecutor())
     llm.shutdown()
@@ -506,6 +530,7 @@ def test_the_document_lists_every_key_with_its_default():
         "`[classes.NAME]`": names(ClassConfig),
         "`[tenants.NAME]` and `[default_tenant]`": names(TenantConfig),
         "`[shedding]`": names(SheddingConfig),
+        "`[memory]`": names(MemoryConfig),
         "`[keys.NAME]`": names(KeyConfig),
     }
     assert {title: set(told[title]) for title in expected} == expected
@@ -513,7 +538,7 @@ def test_the_document_lists_every_key_with_its_default():
         "default_tenant"
     } == {"engine", "queue", "keys", *TABLES}
     printed = to_toml(Config(policy=PolicyConfig(classes={"NAME": {}}, tenants={"NAME": {}})))
-    for title in list(expected)[:4]:
+    for title in [*list(expected)[:4], "`[memory]`"]:
         table = title.split("`")[1]
         (section,) = re.findall(rf"^{re.escape(table)}\n((?:[^\n]+\n)+)", printed, re.MULTILINE)
         values = dict(re.findall(r"^(\w+) = (.*)$", section, re.MULTILINE))

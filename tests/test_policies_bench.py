@@ -13,7 +13,7 @@ import pytest
 
 import policies
 from chairlift.config import PolicyConfig
-from chairlift.simulation import Options, Workload, simulate
+from chairlift.simulation import GPU_8B, Options, Workload, simulate
 from simulation import measures, report, traces
 from simulation.bench import Bench, Run, read_profile
 from simulation.experiments import EXPERIMENTS
@@ -27,6 +27,7 @@ CHECKS = {
     "overload": 3,
     "queue-time": 4,
     "order": 0,
+    "memory": 6,
 }
 
 
@@ -78,6 +79,28 @@ def test_every_experiment_runs(experiment, files, capsys):
     assert all(row["by"] for row in tables["What bound"])
     rows = [row for table in tables.values() for row in table]
     assert any(isinstance(value, float) and value > 0 for row in rows for value in row.values())
+
+
+def test_memory_compares_the_modes_on_every_trace_in_a_pool_that_is_too_small(
+    files, tmp_path, capsys
+):
+    costs = {name: getattr(GPU_8B, name) for name in GPU_8B.__dataclass_fields__}
+    profile = tmp_path / "tiny.json"
+    profile.write_text(json.dumps({**costs, "num_kv_blocks": 70}), encoding="utf-8")
+    more = ("--also", str(files[1]), "--profile", str(profile), "--json")
+    policies.main(arguments("memory", files, *more))
+    content = json.loads(capsys.readouterr().out)
+    tables = {table["title"]: table["rows"] for table in content["tables"]}
+    modes = ["reserve", "optimistic", "forecast 5%", "forecast 10%"]
+    for trace in ("clients", "lengths", "clients, changing"):
+        rows = {row["run"]: row for row in tables[trace]}
+        assert list(rows) == modes
+        assert rows["reserve"]["preemptions"] == 0
+        assert rows["reserve"]["mean running"] < rows["optimistic"]["mean running"]
+        assert rows["forecast 5%"]["overflow target"] == "5%"
+    assert any(rows["preemptions"] for rows in tables["clients"])
+    checks = {check["claim"]: check["holds"] for check in content["checks"]}
+    assert checks["reserve: nobody is preempted"]
 
 
 def test_the_same_seed_gives_the_same_report(files, capsys):

@@ -84,6 +84,8 @@ class Bench:
     """Requests of the class that can wait, where an experiment has one."""
     load: float
     seed: int
+    also: tuple[Trace, ...] = ()
+    """Further traces, where an experiment compares several."""
     iterations: int = 10_000
     """Of an experiment that runs for so long, not to the end of a trace."""
     max_num_seqs: int = 256

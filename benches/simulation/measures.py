@@ -142,13 +142,19 @@ def tokens(run: Run) -> NDArray[np.int32]:
 
 def overflow(run: Run) -> float:
     """Share of admissions during whose life somebody was preempted for memory."""
+    return mean(overflowed(run).astype(np.float64))
+
+
+def overflowed(run: Run) -> Mask:
+    """Say for each request that was admitted whether somebody was preempted during its life."""
     result = run.result
     admitted = ~np.isnan(result.first_scheduled_s)
     end_s = np.where(np.isnan(result.finished_s), result.end_s, result.finished_s)[admitted]
     total = np.concatenate(([0], np.cumsum(result.iteration_preemptions)))
     begins = np.searchsorted(result.iteration_start_s, result.first_scheduled_s[admitted], "right")
     ends = np.searchsorted(result.iteration_start_s, end_s)
-    return mean((total[np.maximum(ends, begins)] > total[begins]).astype(np.float64))
+    overflowed: Mask = total[np.maximum(ends, begins)] > total[begins]
+    return overflowed
 
 
 def bound_by(run: Run) -> str:

@@ -49,8 +49,10 @@ class Trace:
         """Return the number of requests."""
         return len(self.input_tokens)
 
-    def first(self, count: int) -> Trace:
-        """Take the first ``count`` requests."""
+    def first(self, count: int | None) -> Trace:
+        """Take the first ``count`` requests; None: all."""
+        if count is None:
+            return self
         return self.where(np.arange(len(self)) < count)
 
     def where(self, chosen: NDArray[np.bool_]) -> Trace:

@@ -153,7 +153,7 @@ class MemoryConfig:
     admission: MemoryAdmission = "optimistic"
     """``optimistic``: when its tokens fit now; what grows later may preempt. ``reserve``: when
     everything that it and all that run may grow to (``max_tokens``) fits; nobody is preempted for
-    memory. ``forecast``: when the future peak of all, by what was learned of output lengths, fits."""
+    memory. ``forecast``: when the future peak of all fits, by what was learned of lengths."""
     overflow: float = 0.05
     """Share of admissions, during whose life somebody may be preempted for memory, that
     ``forecast`` aims at; more than 0, at most 0.5."""

@@ -9,6 +9,7 @@ from simulation.experiments import (
     fairness,
     flood,
     head_of_line,
+    memory,
     order,
     overload,
     priority,
@@ -24,4 +25,5 @@ EXPERIMENTS: dict[str, Callable[[Bench], Report]] = {
     "overload": overload.run,
     "queue-time": queue_time.run,
     "order": order.run,
+    "memory": memory.run,
 }

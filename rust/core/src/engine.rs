@@ -389,6 +389,12 @@ impl Engine {
                 "{running} run, {waiting} wait, but {sequences} exist"
             ));
         }
+        let lives = self.ledger.overflow.live();
+        if lives != running as u64 {
+            return Err(format!(
+                "{running} run, but {lives} admissions have not ended"
+            ));
+        }
         let rows: u32 = self
             .ledger
             .sequences

@@ -51,6 +51,8 @@ pub(crate) struct Foresight {
     peak: FuturePeak,
     /// The comings and goings that it knows of, and the step.
     made_at: Option<(u64, u64)>,
+    /// Whether what is free now is kept for those that run, and somebody waits for it.
+    pub(crate) is_short: bool,
 }
 
 impl Scheduler<'_> {
@@ -97,18 +99,17 @@ impl Scheduler<'_> {
             return self.missing_now(key, cached, 0);
         }
         let missing = self.missing_now(key, cached, self.limits.watermark_blocks());
-        match self.ledger.rules.policy().memory.admission {
-            MemoryAdmission::Optimistic => missing,
+        let later = match self.ledger.rules.policy().memory.admission {
+            MemoryAdmission::Optimistic => return missing,
             MemoryAdmission::Reserve => self.missing_for_good(key, cached),
-            MemoryAdmission::Forecast if missing > 0 || horizon == Horizon::Now => missing,
-            MemoryAdmission::Forecast => {
-                let missing = self.missing_at_the_peak(key, cached);
-                if missing > 0 {
-                    self.ledger.overflow.refused();
-                }
-                missing
-            }
+            MemoryAdmission::Forecast if missing > 0 || horizon == Horizon::Now => return missing,
+            MemoryAdmission::Forecast => self.missing_at_the_peak(key, cached),
+        };
+        if later > 0 {
+            self.ledger.overflow.refused();
+            self.lane.foresight.is_short = true;
         }
+        later
     }
 
     /// Blocks missing for the tokens that there are, above a watermark.

@@ -107,10 +107,15 @@ impl Lane {
 
     /// What is free for newcomers, behind all that runs.
     pub(crate) fn room(&self, limits: &Limits) -> Room {
-        let watermark = limits.watermark_blocks();
+        let free = self.pool.available();
+        let blocks = if self.foresight.is_short {
+            0
+        } else {
+            free.saturating_sub(limits.watermark_blocks())
+        };
         Room {
             rows: self.rows.num_free().into(),
-            blocks: self.pool.available().saturating_sub(watermark).into(),
+            blocks: blocks.into(),
             prefill_tokens: self.at_work.iter().map(|work| work.prefill_tokens).sum(),
         }
     }

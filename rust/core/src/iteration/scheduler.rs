@@ -287,6 +287,7 @@ impl Scheduler<'_> {
     }
 
     fn admit_until_blocked(&mut self, handed: &mut Handed) -> Option<Blocked> {
+        self.lane.foresight.is_short = false;
         if self.ledger.queue.is_empty() {
             return None;
         }

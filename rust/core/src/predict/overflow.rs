@@ -111,6 +111,11 @@ impl OverflowControl {
         self.overflowed
     }
 
+    /// Admissions that have not ended.
+    pub fn live(&self) -> u64 {
+        self.begun - self.ended
+    }
+
     /// A number that differs whenever somebody has begun or ended since.
     pub fn changes(&self) -> u64 {
         self.begun + self.ended

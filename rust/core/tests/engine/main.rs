@@ -6,6 +6,7 @@ mod gate;
 mod golden;
 mod harness;
 mod levels;
+mod memory;
 mod orders;
 mod predictions;
 mod random;

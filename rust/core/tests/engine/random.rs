@@ -1,6 +1,7 @@
 //! Random operations on tiny engines: the invariants hold after every one.
 
 use chairlift_core::config::Settings;
+use chairlift_core::config::memory::{MemoryAdmission, MemorySettings};
 use chairlift_core::config::policy::{
     ClassSettings, Join, OnDoomed, OnTimeout, Order, Policy, Price, Sharing, Shedding,
     TenantSettings,
@@ -83,6 +84,15 @@ fn random_policy(random: &mut Random) -> Policy {
     policy.preempt_to_admit = random.chance(70);
     policy.pace.iteration_target_us = maybe(random, 20, 3, 40).map(u64::from);
     policy.pace.min_prefill_tokens = maybe(random, 30, 1, 4);
+    let admissions = [
+        MemoryAdmission::Optimistic,
+        MemoryAdmission::Reserve,
+        MemoryAdmission::Forecast,
+    ];
+    policy.memory = MemorySettings {
+        admission: admissions[random.within(0, 2) as usize],
+        overflow: f64::from(random.within(1, 50)) / 100.0,
+    };
     policy
 }
 
@@ -194,6 +204,8 @@ struct Trace {
     reloads: u64,
     idle_with_work: u64,
     timers: u64,
+    /// Steps under each mode of admission to memory.
+    admissions: [u64; 3],
 }
 
 /// A run: random operations on one engine.
@@ -422,6 +434,8 @@ impl Run {
         }
         self.check_tenants();
         self.steps += 1;
+        let admission = self.harness.settings.policy.memory.admission;
+        self.trace.admissions[admission as usize] += 1;
         self.trace.copies += self.harness.plan.block_copies.len();
         self.trace.scores += self.harness.plan.num_scores();
         for byte in format!("{:?}", self.harness.plan).bytes() {
@@ -543,6 +557,9 @@ fn invariants_hold_over_random_operations() {
         total.reloads += trace.reloads;
         total.idle_with_work += trace.idle_with_work;
         total.timers += trace.timers;
+        for (total, steps) in total.admissions.iter_mut().zip(trace.admissions) {
+            *total += steps;
+        }
     }
     // The scenario really happened, all of it.
     println!("{} steps: {total:?}", runs * u64::from(STEPS_PER_RUN));
@@ -559,6 +576,10 @@ fn invariants_hold_over_random_operations() {
     assert!(total.displaced > 100 && total.reloads > 100, "{total:?}");
     assert!(
         total.scores > 10_000 && total.several_tokens > 1_000,
+        "{total:?}"
+    );
+    assert!(
+        total.admissions.iter().all(|&steps| steps > 10_000),
         "{total:?}"
     );
     assert!(
