@@ -7,6 +7,7 @@ mod golden;
 mod harness;
 mod levels;
 mod orders;
+mod pace;
 mod predictions;
 mod random;
 mod results;

@@ -194,6 +194,7 @@ struct Trace {
     reloads: u64,
     idle_with_work: u64,
     timers: u64,
+    sla_holds: usize,
 }
 
 /// A run: random operations on one engine.
@@ -412,6 +413,10 @@ impl Run {
         self.check_tenants();
         self.steps += 1;
         self.trace.copies += self.harness.plan.block_copies.len();
+        let (engine, now) = (&self.harness.engine, self.harness.now);
+        let clients = self.harness.clients.keys();
+        let waits = clients.filter_map(|&id| engine.wait(now, id));
+        self.trace.sla_holds += waits.filter(|(why, _)| *why == WaitReason::Sla).count();
         self.trace.scores += self.harness.plan.num_scores();
         for byte in format!("{:?}", self.harness.plan).bytes() {
             let digest = self.trace.digest.wrapping_mul(31);
@@ -532,6 +537,7 @@ fn invariants_hold_over_random_operations() {
         total.reloads += trace.reloads;
         total.idle_with_work += trace.idle_with_work;
         total.timers += trace.timers;
+        total.sla_holds += trace.sla_holds;
     }
     // The scenario really happened, all of it.
     println!("{} steps: {total:?}", runs * u64::from(STEPS_PER_RUN));
@@ -554,6 +560,7 @@ fn invariants_hold_over_random_operations() {
         total.idle_with_work > 100 && total.timers > 500,
         "{total:?}"
     );
+    assert!(total.sla_holds > 100, "{total:?}");
 }
 
 #[test]
