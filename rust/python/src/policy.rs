@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 
+use chairlift_core::config::pace::Pace;
 use chairlift_core::config::policy::{
     ClassSettings, Join, OnDoomed, OnTimeout, Order, Policy, Price, Sharing, Shedding,
     TenantSettings,
@@ -28,6 +29,7 @@ struct PolicyView {
     join: JoinView,
     shedding: Option<SheddingView>,
     preempt_to_admit: bool,
+    pace: PaceView,
 }
 
 #[derive(FromPyObject)]
@@ -82,6 +84,13 @@ struct SheddingView {
     below: f64,
 }
 
+#[derive(FromPyObject)]
+struct PaceView {
+    governor: bool,
+    iteration_target: Option<f64>,
+    min_prefill_tokens: Option<u32>,
+}
+
 /// Reads a `PolicyConfig`. Raises `ConfigError` for a choice that there is not.
 pub fn read_policy(config: &Bound<'_, PyAny>) -> PyResult<Policy> {
     let mut classes = Vec::new();
@@ -128,6 +137,11 @@ pub fn read_policy(config: &Bound<'_, PyAny>) -> PyResult<Policy> {
             below_us: microseconds(shedding.below),
         }),
         preempt_to_admit: view.preempt_to_admit,
+        pace: Pace {
+            governor: view.pace.governor,
+            iteration_target_us: view.pace.iteration_target.map(microseconds),
+            min_prefill_tokens: view.pace.min_prefill_tokens,
+        },
     })
 }
 

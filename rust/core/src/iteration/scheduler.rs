@@ -17,7 +17,7 @@ use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
 use crate::iteration::preempt::{Lack, choose_victim, choose_victims_below, preempt};
 use crate::iteration::sequence::Sequence;
-use crate::iteration::write::{fits_resets, shape_of, write_resets, write_scores, write_sequence};
+use crate::iteration::write::{fits_resets, write_resets, write_scores, write_sequence};
 use crate::memory::blocks::PrefixMatch;
 use crate::request::{Request, SequenceKey, Time};
 use crate::waiting::forecast::Blocked;
@@ -519,7 +519,7 @@ impl Scheduler<'_> {
                 write_scores(self.plan, sequence, scores, &request.sampling);
             }
         }
-        step.shape = shape_of(self.plan);
+        step.shape = self.plan.shape();
         let num_tokens = self.plan.token_ids.len();
         self.plan.token_sources.resize(num_tokens, SOURCE_ID);
         self.plan

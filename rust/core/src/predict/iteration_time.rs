@@ -40,6 +40,7 @@ const LOWEST_RATIO: i32 = -8;
 
 /// What is in an iteration, as far as its time depends on it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct StepShape {
     /// Sequences in it.
     pub sequences: f64,
