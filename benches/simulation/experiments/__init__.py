@@ -8,6 +8,7 @@ from simulation.bench import Bench
 from simulation.experiments import (
     fairness,
     flood,
+    governor,
     head_of_line,
     order,
     overload,
@@ -24,4 +25,5 @@ EXPERIMENTS: dict[str, Callable[[Bench], Report]] = {
     "overload": overload.run,
     "queue-time": queue_time.run,
     "order": order.run,
+    "governor": governor.run,
 }

@@ -55,7 +55,7 @@ impl Learned {
     }
 
     /// As a dictionary.
-    pub fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    pub fn to_dict<'py>(self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
         for (name, value) in self.coefficients.named() {
             dict.set_item(name, value)?;
@@ -69,11 +69,15 @@ impl Learned {
 /// Fits a log of `I` iterations: `[I, 5]` shapes (sequences, tokens, decode context, prefill pairs,
 /// samples) and `[I]` microseconds. `None` if that is too little to go by.
 #[pyfunction]
-pub fn fit_cost_model<'py>(
-    py: Python<'py>,
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "a buffer is extracted by value"
+)]
+pub fn fit_cost_model(
+    py: Python<'_>,
     shapes: PyBuffer<f64>,
     time_us: PyBuffer<f64>,
-) -> PyResult<Option<Bound<'py, PyDict>>> {
+) -> PyResult<Option<Bound<'_, PyDict>>> {
     let (shapes, times) = (shapes.to_vec(py)?, time_us.to_vec(py)?);
     if shapes.len() != 5 * times.len() {
         let message = format!(

@@ -18,8 +18,10 @@
 
 mod fit;
 mod moments;
+mod shares;
 
 pub use fit::Coefficients;
+pub use shares::StepShares;
 
 use crate::metrics::{RecentMoments, RecentQuantiles};
 use crate::predict::iteration_time::fit::Fit;

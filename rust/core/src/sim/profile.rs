@@ -2,6 +2,7 @@
 
 use crate::iteration::join::Padding;
 use crate::iteration::plan::StepPlan;
+use crate::predict::iteration_time::Coefficients;
 use crate::sim::SimError;
 use crate::sim::random::Random;
 
@@ -51,6 +52,20 @@ impl CostProfile {
     pub const GPU_8B_BLOCKS: u32 = 28_600;
     /// The same with a small pool.
     pub const GPU_8B_SMALL_BLOCKS: u32 = 4_000;
+
+    /// The same as a cost model has it.
+    pub fn coefficients(&self) -> Coefficients {
+        Coefficients {
+            t0_us: self.t0_s * 1e6,
+            t_seq_us: self.t_seq_s * 1e6,
+            t_weights_us: self.t_w_s * 1e6,
+            t_tok_us: self.t_tok_s * 1e6,
+            t_ctx_us: self.t_ctx_s * 1e6,
+            t_pair_us: self.t_pair_s * 1e6,
+            t_sample_us: self.t_sample_s * 1e6,
+            most_tokens: 0.0,
+        }
+    }
 
     /// Seconds that the plan's iteration takes without noise, with rows beside it that are padding.
     pub fn seconds(&self, plan: &StepPlan, padding: Padding) -> f64 {
