@@ -65,6 +65,7 @@ figures: $(STAMPS)/installed ## Tables and pictures of the policies into docs/; 
 	-$(POLICIES) order $(CHAT) --load 0.95
 	-$(POLICIES) memory --trace "$(TRACES)/lengths_bwb.csv.gz" --also "$(TRACES)/azure2023_conv.csv.gz" \
 		--also "$(TRACES)/lengths_sharegpt8k.csv.gz" --profile gpu-8b-small --max-tokens 4096 --load 0.95
+	-$(POLICIES) governor $(CHAT)
 
 wheel: $(STAMPS)/installed ## One abi3 wheel for CPython 3.11 and newer, in dist/
 	rm -rf dist

@@ -28,6 +28,7 @@ CHECKS = {
     "queue-time": 4,
     "order": 0,
     "memory": 6,
+    "governor": 2,
 }
 
 

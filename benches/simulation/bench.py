@@ -58,6 +58,8 @@ def read_profile(name: str) -> Profile:
         raise ValueError(f"there is no profile {name}; the profiles are {known}, or a JSON file")
     values = json.loads(path.read_text(encoding="utf-8"))
     wanted = {item.name for item in fields(CostProfile)} | {"num_kv_blocks"}
+    if isinstance(values, dict):
+        values.setdefault("t_sample_s", 0.0)  # profiles from before there was one
     if not isinstance(values, dict) or values.keys() != wanted:
         raise ValueError(f"{path}: the keys must be {', '.join(sorted(wanted))}")
     num_kv_blocks = values.pop("num_kv_blocks")

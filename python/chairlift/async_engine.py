@@ -134,7 +134,7 @@ class AsyncEngine:
         """
         checked = self._engine.check_reload(config)
         with naming(config):
-            await self._answer(self._client.post_reload(checked.policy))
+            await self._answer(self._client.post_reload(self._engine.args.over(checked.policy)))
         self._engine.config = checked
 
     async def metrics(self) -> dict[str, Any]:

@@ -30,6 +30,8 @@ Count = int
 """An integer from 0, of requests or sequences."""
 Tokens = int
 """An integer from 0, of tokens."""
+Tokens32 = int
+"""The same, of tokens of one iteration."""
 KeyHash = str
 """``sha256:`` and 64 hexadecimal digits. Kept in lower case."""
 Duration = float | str
@@ -163,6 +165,22 @@ class MemoryConfig:
         _settle(self)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaceConfig:
+    """How long iterations may take while output is being written."""
+
+    governor: bool = True
+    """Whether prefill is cut, and admission held, so that iterations keep their target."""
+    iteration_target: Duration | None = None
+    """Target of every iteration in which somebody decodes; None: that of the classes in it."""
+    min_prefill_tokens: Tokens32 | None = None
+    """Prefill tokens that every iteration may have whatever its target; None: one block."""
+
+    def __post_init__(self) -> None:
+        """Check types."""
+        _settle(self)
+
+
 Price = PriceConfig | Literal["device_time"]
 """What service costs: so much for each token, or microseconds of the iteration."""
 Join = Literal["continuous", "static"] | JoinConfig
@@ -209,6 +227,8 @@ class PolicyConfig:
     """Settings of every other tenant."""
     shedding: SheddingConfig | None = None
     """Overload control; None: nothing is shed."""
+    pace: PaceConfig = field(default_factory=PaceConfig)
+    """How long iterations may take."""
     sharing: Sharing = "fcfs"
     """How classes of a level, tenants of a class and users of a tenant share: ``fcfs``: first come,
     first served; ``fair``: who had the least service for its weight is next."""
@@ -237,7 +257,7 @@ class PolicyConfig:
         _settle(self, in_queue=QUEUE_KEYS)
 
 
-TABLES = ("classes", "tenants", "default_tenant", "shedding", "memory")
+TABLES = ("classes", "tenants", "default_tenant", "shedding", "memory", "pace")
 """Fields of the policy that are tables of their own in a file; all others stand in ``[queue]``."""
 QUEUE_KEYS = tuple(item.name for item in fields(PolicyConfig) if item.name not in TABLES)
 
@@ -446,6 +466,7 @@ _KINDS: dict[str, Callable[[object], object]] = {
     "int": _integer(-_INT32_MAX - 1, _INT32_MAX),
     "Count": _integer(0, _INT32_MAX),
     "Tokens": _integer(0, _INT64_MAX),
+    "Tokens32": _integer(0, _INT32_MAX),
     "float": _number,
     "bool": _boolean,
     "str": _text,
@@ -465,6 +486,7 @@ _KINDS: dict[str, Callable[[object], object]] = {
     "TenantConfig": _table(TenantConfig),
     "SheddingConfig": _table(SheddingConfig),
     "MemoryConfig": _table(MemoryConfig),
+    "PaceConfig": _table(PaceConfig),
     "EngineTable": _options,
     "PolicyConfig": _table(PolicyConfig),
 }

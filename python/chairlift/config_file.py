@@ -148,6 +148,7 @@ def to_toml(config: Config) -> str:
     if policy.shedding is not None:
         lines += ["", "[shedding]", *_lines(policy.shedding)]
     lines += ["", "[memory]", *_lines(policy.memory)]
+    lines += ["", "[pace]", *_lines(policy.pace)]
     for name, key in config.keys.items():
         lines += ["", f"[keys.{_key(name)}]", *_lines(key)]
     return "\n".join(lines) + "\n"

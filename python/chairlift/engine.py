@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from chairlift import _core
+from chairlift import _core, cost_model
 from chairlift.config_file import load_config, naming
 from chairlift.engine_args import (
     DEFAULT_MAX_MODEL_LEN,
@@ -27,6 +27,7 @@ from chairlift.engine_args import (
     check_args,
     core_settings,
 )
+from chairlift.cost_model import CostKey
 from chairlift.errors import ConfigError, InvalidRequestError
 from chairlift.flight_log import recording
 from chairlift.sampling import SamplingParams
@@ -106,6 +107,8 @@ class _Parts:
     max_model_len: int
     eos_token_ids: Sequence[int] = ()
     """The model's own, beside the tokenizer's."""
+    cost_key: CostKey | None = None
+    """What iterations' time depends on; None for an executor that nobody knows."""
 
 
 class Engine:
@@ -177,7 +180,7 @@ class Engine:
         """
         config = self.check_reload(source)
         with naming(source):
-            self.client.reload(config.policy)
+            self.client.reload(self.args.over(config.policy))
         self.config = config
 
     def check_reload(self, source: ConfigSource) -> Config:
@@ -222,11 +225,13 @@ class LocalEngine(Engine):
         try:
             parts = self._thread.parts()
             self.tokenizer = parts.tokenizer
+            self._cost_key = parts.cost_key if args.cost_model_cache else None
             settings = core_settings(
                 args,
                 max_model_len=parts.max_model_len,
                 num_kv_blocks=parts.num_kv_blocks,
                 vocab_size=parts.vocab_size,
+                cost_model=None if self._cost_key is None else cost_model.load(self._cost_key),
             )
             self.core = _core.EngineCore(
                 settings,
@@ -240,7 +245,9 @@ class LocalEngine(Engine):
         self.client = self.core.client
         _say_limits(self.limits)
         self._thread.run_steps(self.core)
-        self._finalizer = weakref.finalize(self, _stop, self.core, self.client, self._thread)
+        self._finalizer = weakref.finalize(
+            self, _stop, self.core, self.client, self._thread, self._cost_key
+        )
 
     def shutdown(self) -> None:
         """End live requests as aborted and stop both threads; idempotent, from any thread.
@@ -306,6 +313,8 @@ def _torch_parts(args: EngineArgs) -> _Parts:
     """Load the model into the PyTorch executor."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+    import torch  # noqa: PLC0415  # torch is heavy
+
     from chairlift.attention import backend_names  # noqa: PLC0415  # torch is heavy
     from chairlift.hub import resolve_model  # noqa: PLC0415
     from chairlift.tokenizer import Tokenizer  # noqa: PLC0415
@@ -343,6 +352,9 @@ def _torch_parts(args: EngineArgs) -> _Parts:
         num_kv_blocks=executor.kv_pool.num_blocks,
         max_model_len=executor.max_model_len,
         eos_token_ids=executor.model_config.eos_token_ids,
+        cost_key=CostKey.on_this_cpu(
+            model=str(directory), dtype=str(executor.dtype), threads=torch.get_num_threads()
+        ),
     )
 
 
@@ -455,9 +467,16 @@ class _ExecutorThread(threading.Thread):
             logger.critical("the executor thread has died, and the engine with it", exc_info=True)
 
 
-def _stop(core: _core.EngineCore, client: _core.EngineClient, thread: threading.Thread) -> None:
+def _stop(
+    core: _core.EngineCore,
+    client: _core.EngineClient,
+    thread: threading.Thread,
+    cost_key: CostKey | None,
+) -> None:
     has_ended = client.end_reason is not None
     core.shutdown()
+    if cost_key is not None:
+        cost_model.save(cost_key, core.learned())
     if thread is threading.current_thread():
         return  # collected while a step runs: the thread ends after it
     patience = _LAST_JOIN_TIMEOUT_S if has_ended else _JOIN_TIMEOUT_S

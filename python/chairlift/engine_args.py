@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from typing import TYPE_CHECKING, TypedDict
 
 from chairlift import _core
-from chairlift.config import Config, PolicyConfig, shown
+from chairlift.config import Config, Duration, PolicyConfig, shown
 from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
+    from chairlift.cost_model import CostCoefficients
     from chairlift.engine import TokenizerLike
     from chairlift.executor import Executor
 
@@ -58,6 +59,8 @@ class EngineOptions(TypedDict, total=False):
     seed: int
     record: str | PathLike[str] | None
     record_limit: int
+    iteration_target: Duration | None
+    cost_model_cache: bool
 
 
 class EngineTable(EngineOptions, total=False):
@@ -122,9 +125,27 @@ class EngineArgs:
     ``chairlift replay`` and ``chairlift explain``; None: nothing is recorded."""
     record_limit: int = 2**30
     """Bytes of the log: half for its beginning, half for its newest segments."""
+    iteration_target: Duration | None = None
+    """Target of every iteration in which somebody decodes, over that of ``config``'s ``[pace]``, also
+    after a reload; None: what that says."""
+    cost_model_cache: bool = True
+    """Whether what is learned of iterations' time is kept in the user's cache for the next start."""
+
+    @property
+    def policy(self) -> PolicyConfig:
+        """The configuration's policy, with what was given over it."""
+        return self.over(self.config.policy)
+
+    def over(self, policy: PolicyConfig) -> PolicyConfig:
+        """Put what was given over a policy."""
+        if self.iteration_target is None:
+            return policy
+        pace = replace(policy.pace, iteration_target=self.iteration_target)
+        return replace(policy, pace=pace)
 
 
-ENGINE_KEYS = tuple(item.name for item in fields(EngineArgs) if item.name != "config")
+_NOT_IN_A_FILE = ("config", "iteration_target")
+ENGINE_KEYS = tuple(item.name for item in fields(EngineArgs) if item.name not in _NOT_IN_A_FILE)
 """What ``[engine]`` of a file may have."""
 
 
@@ -145,6 +166,7 @@ class CoreSettings:
     policy: PolicyConfig
     vocab_size: int
     max_in_flight_steps: int
+    cost_model: CostCoefficients | None = None
 
 
 def check_args(args: EngineArgs) -> None:
@@ -186,7 +208,12 @@ def check_args(args: EngineArgs) -> None:
 
 
 def core_settings(
-    args: EngineArgs, *, max_model_len: int, num_kv_blocks: int, vocab_size: int
+    args: EngineArgs,
+    *,
+    max_model_len: int,
+    num_kv_blocks: int,
+    vocab_size: int,
+    cost_model: CostCoefficients | None = None,
 ) -> CoreSettings:
     """Make the core's settings of the arguments and what only the model decides.
 
@@ -204,9 +231,10 @@ def core_settings(
         watermark_blocks=args.watermark_blocks,
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=args.max_queued_tokens,
-        policy=args.config.policy,
+        policy=args.policy,
         vocab_size=vocab_size,
         max_in_flight_steps=args.max_in_flight_steps,
+        cost_model=cost_model,
     )
     for name in ("max_model_len", "num_kv_blocks", "vocab_size"):
         _check_integer(name, getattr(settings, name), low=0)

@@ -8,6 +8,7 @@ from simulation.bench import Bench
 from simulation.experiments import (
     fairness,
     flood,
+    governor,
     head_of_line,
     memory,
     order,
@@ -26,4 +27,5 @@ EXPERIMENTS: dict[str, Callable[[Bench], Report]] = {
     "queue-time": queue_time.run,
     "order": order.run,
     "memory": memory.run,
+    "governor": governor.run,
 }

@@ -7,6 +7,7 @@ import argparse
 import re
 from dataclasses import fields
 
+from chairlift.config import seconds
 from chairlift.engine_args import DEFAULT_MODEL, EngineArgs, EngineOptions
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -66,6 +67,17 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
         metavar="N",
         help="seconds after which a step that has not come back ends the engine",
     )
+    flag(
+        "--iteration-target",
+        type=_duration,
+        metavar="TIME",
+        help="longest iteration while somebody decodes, such as 50ms; prefill gets what is left",
+    )
+    flag(
+        "--cost-model-cache",
+        action=argparse.BooleanOptionalAction,
+        help="keep what is learned of iterations' time for the next start",
+    )
     flag("--attention-backend", choices=["cpu", "reference"], help="attention kernels")
     flag("--num-threads", type=int, metavar="N", help="threads of the forward pass")
     flag("--max-logprobs", type=int, metavar="N", help="most log-probabilities per position")
@@ -100,6 +112,13 @@ def memory_size(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write one such as 512M or 4G")
     return int(match[1]) * _UNITS[match[2].upper()]
+
+
+def _duration(text: str) -> float:
+    try:
+        return seconds(text)
+    except ValueError as wanted:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
 
 
 class _Adder:

@@ -197,7 +197,7 @@ pub struct GroupMetrics {
     pub cached_tokens: u64,
     /// Output tokens committed.
     pub output_tokens: u64,
-    /// Nanoseconds of iterations, shared out by the tokens that each had in them.
+    /// Nanoseconds of iterations, shared out as device time is priced.
     pub device_ns: u64,
     /// Submission to first in a plan, by [`TIME_BOUNDS_US`].
     pub queue_time: Histogram,

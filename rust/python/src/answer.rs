@@ -12,7 +12,8 @@ impl Answer {
         match self {
             Self::Refused(refusal) => Ok(PyErr::from(refusal.clone()).into_value(py).into_any()),
             Self::Reserved(class) => class.into_py_any(py),
-            Self::Done | Self::Wait(None) => Ok(py.None()),
+            Self::Done | Self::Wait(None) | Self::CostModel(None) => Ok(py.None()),
+            Self::CostModel(Some(learned)) => learned.to_dict(py)?.into_py_any(py),
             Self::Taken(count, _) => count.into_py_any(py),
             Self::Metrics(metrics) => metrics.to_dict(py)?.into_py_any(py),
             Self::Iterations(recent) => recent.to_dict(py)?.into_py_any(py),

@@ -408,6 +408,11 @@ impl EngineClient {
         self.line.ask(py, question)?.into_python(py)
     }
 
+    /// What iterations cost, as far as it was learned; `None` while that is too little.
+    fn cost_model(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        self.line.ask(py, Question::CostModel)?.into_python(py)
+    }
+
     /// The number of a call for it.
     fn post_waiting(&self, request_id: u64) -> u64 {
         self.line.post(Question::Wait(RequestId(request_id)))

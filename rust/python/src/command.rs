@@ -15,6 +15,7 @@ use chairlift_core::iteration::plan::StepPlan;
 use chairlift_core::request::{NewRequest, RequestId, Ticket, Time};
 use serde::{Deserialize, Serialize};
 
+use crate::cost_model::Learned;
 use crate::errors::Refusal;
 use crate::groups::{Groups, Wait};
 use crate::iterations::Recent;
@@ -121,6 +122,8 @@ pub enum Question {
     Iterations(u64),
     /// Why a request waits, and for how long it has waited for what.
     Wait(RequestId),
+    /// What iterations cost, as far as it was learned.
+    CostModel,
 }
 
 /// What has none.
@@ -155,6 +158,8 @@ pub enum Answer {
     Iterations(Box<Recent>),
     /// `None`: the request does not wait.
     Wait(Option<Wait>),
+    /// `None`: too little is known.
+    CostModel(Option<Learned>),
 }
 
 impl From<Result<(), Refusal>> for Answer {

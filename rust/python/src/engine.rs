@@ -20,9 +20,11 @@ use chairlift_core::record::RecordedEngine;
 use chairlift_core::text::TokenTable;
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 use crate::client::{EngineClient, Line, Post};
 use crate::command::{Command, Message, Order, Step};
+use crate::cost_model::{CoefficientsView, Learned};
 use crate::delivery::Outbox;
 use crate::errors::{config_error, misuse, setup_error};
 use crate::executor_thread::{self, ExecutorEnd};
@@ -47,6 +49,7 @@ struct SettingsView {
     max_queued_tokens: Option<u64>,
     vocab_size: u32,
     max_in_flight_steps: u32,
+    cost_model: Option<CoefficientsView>,
 }
 
 /// Reads an object with the attributes of `chairlift.engine_args.CoreSettings`.
@@ -67,6 +70,7 @@ pub fn read_settings(settings: &Bound<'_, PyAny>) -> PyResult<Settings> {
         policy,
         vocab_size: view.vocab_size,
         max_in_flight_steps: view.max_in_flight_steps,
+        cost_model: view.cost_model.map(Into::into),
     })
 }
 
@@ -113,7 +117,9 @@ pub struct EngineCore {
     settings: Settings,
     eos_token_ids: Vec<u32>,
     executor_end: Mutex<Option<ExecutorEnd>>,
-    scheduler: Mutex<Option<JoinHandle<()>>>,
+    scheduler: Mutex<Option<JoinHandle<Option<Learned>>>>,
+    /// What the scheduler had learned when it ended.
+    learned: Mutex<Option<Learned>>,
     is_shut_down: AtomicBool,
     epoch: Instant,
 }
@@ -177,6 +183,7 @@ impl EngineCore {
             eos_token_ids,
             executor_end: Mutex::new(Some(executor_end)),
             scheduler: Mutex::new(Some(scheduler)),
+            learned: Mutex::new(None),
             is_shut_down: AtomicBool::new(false),
             epoch,
         })
@@ -222,7 +229,10 @@ impl EngineCore {
             .unwrap_or_else(PoisonError::into_inner)
             .take();
         // A scheduler that panicked has told the clients.
-        let _ = py.detach(|| handle.map(JoinHandle::join));
+        let ended = py.detach(|| handle.map(JoinHandle::join));
+        if let Some(Ok(learned)) = ended {
+            *self.learned.lock().unwrap_or_else(PoisonError::into_inner) = learned;
+        }
         // An executor end that was never taken holds steps: let go of it.
         drop(
             self.executor_end
@@ -230,6 +240,13 @@ impl EngineCore {
                 .unwrap_or_else(PoisonError::into_inner)
                 .take(),
         );
+    }
+
+    /// What was learned of iterations' time, once the engine was shut down; `None` if that was too
+    /// little.
+    fn learned<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let learned = *self.learned.lock().unwrap_or_else(PoisonError::into_inner);
+        learned.map(|learned| learned.to_dict(py)).transpose()
     }
 
     /// Seconds on the engine's clock, which the times of `Ended` are on.
@@ -268,7 +285,7 @@ fn start_scheduler(
     vocabulary: Vocabulary,
     about: Option<String>,
     end: SchedulerEnd,
-) -> PyResult<JoinHandle<()>> {
+) -> PyResult<JoinHandle<Option<Learned>>> {
     let (ready, made) = channel();
     let handle = thread::Builder::new()
         .name("chairlift-sched".to_owned())
@@ -280,10 +297,11 @@ fn start_scheduler(
             match made {
                 Ok(engine) => {
                     let _ = ready.send(Ok(())); // whoever started us may be gone
-                    scheduler_thread::run(engine, end);
+                    scheduler_thread::run(engine, end)
                 }
                 Err(error) => {
                     let _ = ready.send(Err(error));
+                    None
                 }
             }
         })?;

@@ -6,6 +6,7 @@ use std::collections::VecDeque;
 use chairlift_core::Engine;
 use chairlift_core::iteration::plan::StepPlan;
 use chairlift_core::metrics::Metrics;
+use chairlift_core::predict::iteration_time::StepShape;
 use chairlift_core::request::Time;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -32,6 +33,22 @@ struct Record {
     used_blocks: u32,
     /// Sequences that waited after it.
     waiting: u32,
+    /// What its time depended on.
+    shape: StepShape,
+}
+
+impl Record {
+    /// The terms that its time depended on, in the order of the cost model.
+    fn shape(&self) -> [f64; 5] {
+        let shape = &self.shape;
+        [
+            shape.sequences,
+            shape.tokens,
+            shape.decode_context,
+            shape.prefill_pairs,
+            shape.samples,
+        ]
+    }
 }
 
 /// The ring.
@@ -64,6 +81,7 @@ impl Iterations {
             finished: (metrics.finished - self.finished) as u32,
             used_blocks: metrics.used_blocks as u32,
             waiting: metrics.waiting_sequences as u32,
+            shape: plan.shape(),
         });
         self.finished = metrics.finished;
         self.device_us = metrics.device_us;
@@ -139,6 +157,8 @@ impl Recent {
         };
         seconds("time", |record| record.at.0)?;
         seconds("duration", |record| record.duration_us)?;
+        let shapes: Vec<[f64; 5]> = self.records.iter().map(Record::shape).collect();
+        dict.set_item("shape", copied(py, &shapes, ("float64", 5))?)?;
         set(&dict, "row_classes", &self.row_classes, "int32")?;
         set(&dict, "row_decodes", &self.row_decodes, "uint8")?;
         dict.set_item("classes", &self.classes)?;

@@ -15,6 +15,7 @@ mod answer;
 mod batch;
 mod client;
 mod command;
+mod cost_model;
 mod delivery;
 mod engine;
 mod errors;
@@ -45,6 +46,8 @@ mod _core {
     use crate::batch::{Delta, Ended, OutputBatch};
     #[pymodule_export]
     use crate::client::{EngineClient, Reservation};
+    #[pymodule_export]
+    use crate::cost_model::fit_cost_model;
     #[pymodule_export]
     use crate::engine::{EngineCore, check_policy, check_settings};
     #[pymodule_export]

@@ -1,6 +1,6 @@
 //! What the engine can tell about itself: the core's counters and the times only the threads know.
 
-use chairlift_core::metrics::{IterationMetrics, MemoryMetrics, Metrics};
+use chairlift_core::metrics::{IterationMetrics, MemoryMetrics, Metrics, PaceMetrics};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde::{Deserialize, Serialize};
@@ -16,6 +16,8 @@ pub struct EngineMetrics {
     pub iterations: IterationMetrics,
     /// How well memory was foreseen.
     pub memory: MemoryMetrics,
+    /// What they took of late.
+    pub pace: PaceMetrics,
     /// Steps that came back from the executor, well or not.
     pub steps: u64,
     /// Steps that the executor failed.
@@ -85,6 +87,29 @@ impl EngineMetrics {
             sizes(py, &self.iterations.sequences)?,
         )?;
         dict.set_item("iteration_tokens", sizes(py, &self.iterations.tokens)?)?;
+        dict.set_item("pace", pace(py, &self.pace)?)?;
         Ok(dict)
     }
+}
+
+/// Iterations of late: seconds and shares.
+fn pace<'py>(py: Python<'py>, pace: &PaceMetrics) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    let entries = [
+        ("mean", pace.mean_us / 1e6),
+        ("std", pace.std_us / 1e6),
+        ("p50", pace.p50_us / 1e6),
+        ("p95", pace.p95_us / 1e6),
+        ("p99", pace.p99_us / 1e6),
+        ("explained_share", pace.explained_share),
+        ("prediction_error", pace.prediction_error),
+        ("gap", pace.gap_us / 1e6),
+        ("idle", pace.idle_us as f64 / 1e6),
+        ("padded_share", pace.padded_share),
+    ];
+    for (name, value) in entries {
+        dict.set_item(name, value)?;
+    }
+    dict.set_item("padded_rows", pace.padded_rows)?;
+    Ok(dict)
 }

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 
 use chairlift_core::config::memory::{MemoryAdmission, MemorySettings};
+use chairlift_core::config::pace::Pace;
 use chairlift_core::config::policy::{
     ClassSettings, Join, OnDoomed, OnTimeout, Order, Policy, Price, Sharing, Shedding,
     TenantSettings,
@@ -30,6 +31,7 @@ struct PolicyView {
     shedding: Option<SheddingView>,
     preempt_to_admit: bool,
     memory: MemoryView,
+    pace: PaceView,
 }
 
 #[derive(FromPyObject)]
@@ -90,6 +92,13 @@ struct MemoryView {
     overflow: f64,
 }
 
+#[derive(FromPyObject)]
+struct PaceView {
+    governor: bool,
+    iteration_target: Option<f64>,
+    min_prefill_tokens: Option<u32>,
+}
+
 /// Reads a `PolicyConfig`. Raises `ConfigError` for a choice that there is not.
 pub fn read_policy(config: &Bound<'_, PyAny>) -> PyResult<Policy> {
     let mut classes = Vec::new();
@@ -143,6 +152,11 @@ pub fn read_policy(config: &Bound<'_, PyAny>) -> PyResult<Policy> {
                 &MEMORY_ADMISSION,
             )?,
             overflow: view.memory.overflow,
+        },
+        pace: Pace {
+            governor: view.pace.governor,
+            iteration_target_us: view.pace.iteration_target.map(microseconds),
+            min_prefill_tokens: view.pace.min_prefill_tokens,
         },
     })
 }

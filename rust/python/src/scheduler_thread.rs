@@ -19,6 +19,7 @@ use chairlift_core::record::RecordedEngine;
 use chairlift_core::request::{NewRequest, RequestId, Ticket, Time};
 
 use crate::command::{Answer, Command, Message, Order, Question, Step, Submission, recv_soon};
+use crate::cost_model::Learned;
 use crate::delivery::{Delivery, Outbox};
 use crate::errors::Refusal;
 use crate::groups::{Groups, Wait};
@@ -44,8 +45,8 @@ pub struct SchedulerEnd {
     pub log: Option<LogWriter>,
 }
 
-/// Serves until the engine is shut down.
-pub fn run(engine: RecordedEngine, end: SchedulerEnd) {
+/// Serves until the engine is shut down; returns what it has learned of iterations' time.
+pub fn run(engine: RecordedEngine, end: SchedulerEnd) -> Option<Learned> {
     let outbox = Arc::clone(&end.outbox);
     let mut scheduler = Scheduler::new(engine, end);
     // Dropped before the scheduler with its channels: who finds them closed finds the reason, too.
@@ -54,6 +55,7 @@ pub fn run(engine: RecordedEngine, end: SchedulerEnd) {
         scheduler.turn();
     }
     scheduler.write_log(true);
+    Learned::of(scheduler.engine.cost_model())
 }
 
 /// Tells the clients that nobody serves them any more, however the thread ends.
@@ -208,6 +210,7 @@ impl Scheduler {
                 Answer::Iterations(Box::new(self.iterations.recent(&self.engine, since, now)))
             }
             Question::Wait(id) => Answer::Wait(self.engine.wait(now, id).map(Wait::from)),
+            Question::CostModel => Answer::CostModel(Learned::of(self.engine.cost_model())),
         }
     }
 
@@ -228,6 +231,7 @@ impl Scheduler {
             core: self.engine.metrics(),
             iterations: *self.engine.iteration_metrics(),
             memory: self.engine.memory_metrics(),
+            pace: self.engine.pace_metrics(),
             in_flight_us: since.map_or(0, |since| since.elapsed().as_micros() as u64),
             ..self.stats
         }

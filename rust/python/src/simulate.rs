@@ -35,6 +35,7 @@ struct ProfileView {
     t_tok_s: f64,
     t_ctx_s: f64,
     t_pair_s: f64,
+    t_sample_s: f64,
     noise_sigma: f64,
 }
 
@@ -216,6 +217,7 @@ fn read_config(
             t_tok_s: profile.t_tok_s,
             t_ctx_s: profile.t_ctx_s,
             t_pair_s: profile.t_pair_s,
+            t_sample_s: profile.t_sample_s,
             noise_sigma: profile.noise_sigma,
         },
         seed: options.seed,

@@ -145,7 +145,8 @@ pub enum Price {
         /// An output token.
         output: f64,
     },
-    /// Microseconds of the iteration, shared out by tokens.
+    /// Microseconds of the iteration, shared out by the terms of the cost model, or by tokens while
+    /// that is unknown.
     DeviceTime,
 }
 

@@ -6,8 +6,9 @@
 //! predicted length was charged at admission; then only what goes beyond is, and what was not used is
 //! refunded at the end. Nothing is charged twice: what is computed again after a preemption is free.
 //!
-//! With device time as the price, a token costs its share of its iteration's time; the prompt is charged
-//! by the time that a token took of late, and corrected when its chunk has run.
+//! With device time as the price, work costs its share of its iteration's time: by the terms of the cost
+//! model once that is known, else by tokens. The prompt is charged by the time that a token took of
+//! late, and corrected when its chunk has run.
 
 use crate::config::policy::Price;
 use crate::iteration::ledger::Ledger;
@@ -86,8 +87,15 @@ impl Ledger {
         self.queue.flows_mut().charge(sequence.leaf, units);
     }
 
-    /// Accounts for the tokens up to `end` that a step computed for a sequence, at `token_ns` each.
-    pub(crate) fn charge_computed(&mut self, key: SequenceKey, end: u32, token_ns: u64) {
+    /// Accounts for the tokens that a step computed for a sequence, `scheduled` of them up to `end`, in
+    /// `step_ns` of the step's time.
+    pub(crate) fn charge_computed(
+        &mut self,
+        key: SequenceKey,
+        end: u32,
+        scheduled: u32,
+        step_ns: u64,
+    ) {
         let sequence = &mut self.sequences[key.0];
         let begin = sequence.num_charged_tokens;
         if end <= begin {
@@ -109,7 +117,8 @@ impl Ledger {
             return; // what was released was the price
         }
         let leaf = sequence.leaf;
-        let mut actual = u64::from(end - begin) * token_ns;
+        let new = u128::from((end - begin).min(scheduled));
+        let mut actual = (u128::from(step_ns) * new / u128::from(scheduled.max(1))) as Units;
         let from_output = actual.min(sequence.prepaid_output) * u64::from(in_prompt == 0);
         sequence.prepaid_output -= from_output;
         actual -= from_output;

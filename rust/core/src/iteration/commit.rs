@@ -20,6 +20,7 @@ use crate::iteration::sequence::Sequence;
 use crate::iteration::tally::{Payer, Tally};
 use crate::metrics::Beat;
 use crate::output::{Event, Output, OutputBatch, TokenLogprob};
+use crate::predict::iteration_time::StepShares;
 use crate::request::{Finish, SequenceKey, Time};
 use crate::text::TextState;
 
@@ -62,9 +63,9 @@ pub(crate) struct Commit<'a> {
 impl Commit<'_> {
     pub(crate) fn run(mut self) -> Result<(), CommitError> {
         self.check()?;
-        let token_ns = self.measure();
+        let shares = self.measure();
         let first = self.lane.step.sequence(0);
-        let mut tally = Tally::new(token_ns, self.ledger.sequences[first.0].payer);
+        let mut tally = Tally::new(self.ledger.sequences[first.0].payer);
         let (mut sample, mut score) = (0, 0);
         let mut ended = false;
         for position in 0..self.lane.step.num_sequences() {
@@ -74,7 +75,14 @@ impl Commit<'_> {
             sample = samples.end;
             let scores = score..score + sequence.scores().len();
             score = scores.end;
-            let (payer, tokens) = (sequence.payer, sequence.num_scheduled_tokens);
+            let (payer, scheduled) = (sequence.payer, sequence.num_scheduled_tokens);
+            let before = sequence.num_computed_tokens;
+            let step_ns = if position < self.lane.step.decodes.len() {
+                shares.decode(before + 1, samples.len())
+            } else {
+                shares.chunk(before, scheduled, samples.len())
+            };
+            let step_ns = step_ns.round() as u64;
             let has_output = sequence.num_output_tokens() > 0 && !samples.is_empty();
             let gap_us = has_output.then(|| self.now.since_us(sequence.last_output));
             let output_before = self.ledger.counters.output_tokens;
@@ -88,13 +96,13 @@ impl Commit<'_> {
             } else {
                 sequence.advance(self.limits.block_size(), self.limits.prefix_caching());
                 let end = sequence.num_computed_tokens;
-                self.ledger.charge_computed(key, end, token_ns);
+                self.ledger.charge_computed(key, end, scheduled, step_ns);
                 self.tell_scores(key, scores);
                 ended |= self.append_samples(key, samples);
             }
             let outputs = self.ledger.counters.output_tokens - output_before;
             let gap_us = gap_us.filter(|_| outputs > 0);
-            tally.add(self.ledger, payer, tokens, outputs, gap_us);
+            tally.add(self.ledger, payer, step_ns, outputs, gap_us);
         }
         tally.flush(self.ledger);
         self.lane.in_flight = false;
@@ -107,8 +115,8 @@ impl Commit<'_> {
         Ok(())
     }
 
-    /// Measures the step's service; nanoseconds that one of its tokens took.
-    fn measure(&mut self) -> u64 {
+    /// Measures the step's service; how its nanoseconds are shared out.
+    fn measure(&mut self) -> StepShares {
         let step = &self.lane.step;
         let time_us = self.now.since_us(step.since);
         let prefill = step.num_tokens - step.decodes.len() as u64;
@@ -118,6 +126,13 @@ impl Commit<'_> {
         let (sequences, decodes) = (step.num_sequences() as u64, step.decodes.len() as u64);
         let iterations = &mut self.ledger.iterations;
         iterations.observe(time_us, sequences, decodes, step.num_tokens);
+        let shares = match self.lane.costs.coefficients() {
+            Some(costs) => StepShares::new(&costs, &step.shape, time_us as f64 * 1e3),
+            None => {
+                let token_ns = time_us.saturating_mul(1_000) / step.num_tokens.max(1);
+                StepShares::by_tokens(token_ns as f64)
+            }
+        };
         let predicted_us = self.lane.costs.observe(&step.shape, time_us as f64);
         self.ledger.pace.observe(&Beat {
             time_us,
@@ -126,7 +141,7 @@ impl Commit<'_> {
             sequences,
             padded: step.num_padded,
         });
-        time_us.saturating_mul(1_000) / step.num_tokens.max(1)
+        shares
     }
 
     /// Refuses results that do not fit the step.

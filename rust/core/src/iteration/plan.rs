@@ -9,6 +9,7 @@
 //! [`RowResets`] in the step in which a sequence takes the row.
 
 use crate::config::Limits;
+use crate::predict::iteration_time::{StepShape, pairs};
 use crate::request::MAX_RAGGED_PER_REQUEST;
 
 /// Where an input token comes from: its id is in the plan.
@@ -147,6 +148,24 @@ impl StepPlan {
     /// Tokens in the step.
     pub fn num_tokens(&self) -> usize {
         self.token_ids.len()
+    }
+
+    /// What the step's time depends on.
+    pub fn shape(&self) -> StepShape {
+        let contexts = self.seq_lens[..self.num_decodes].iter();
+        let chunks = self.num_decodes..self.num_seqs();
+        StepShape {
+            sequences: self.num_seqs() as f64,
+            tokens: self.num_tokens() as f64,
+            decode_context: contexts.map(|&context| i64::from(context)).sum::<i64>() as f64,
+            prefill_pairs: chunks
+                .map(|at| {
+                    let chunk = self.query_start_loc[at + 1] - self.query_start_loc[at];
+                    pairs((self.seq_lens[at] - chunk) as u32, chunk as u32)
+                })
+                .sum(),
+            samples: self.num_samples() as f64,
+        }
     }
 
     /// Samples the step returns.

@@ -19,7 +19,7 @@ use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
 use crate::iteration::preempt::{Lack, choose_victim, choose_victims_for, preempt};
 use crate::iteration::sequence::Sequence;
-use crate::iteration::write::{shape_of, write_resets, write_scores, write_sequence};
+use crate::iteration::write::{write_resets, write_scores, write_sequence};
 use crate::request::{Request, SequenceKey, Time};
 use crate::waiting::forecast::Blocked;
 use crate::waiting::queue::Next;
@@ -517,7 +517,7 @@ impl Scheduler<'_> {
                 write_scores(self.plan, sequence, scores, &request.sampling);
             }
         }
-        step.shape = shape_of(self.plan);
+        step.shape = self.plan.shape();
         let num_tokens = self.plan.token_ids.len();
         self.plan.token_sources.resize(num_tokens, SOURCE_ID);
         self.plan

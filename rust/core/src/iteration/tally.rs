@@ -17,35 +17,33 @@ pub(crate) struct Payer {
 
 /// A run of sequences that have payer and gap in common, not yet counted.
 pub(crate) struct Tally {
-    token_ns: u64,
     payer: Payer,
     /// Between their last output and this one.
     gap_us: u64,
     gaps: u64,
-    tokens: u64,
+    device_ns: u64,
     outputs: u64,
 }
 
 impl Tally {
-    /// Of a step whose tokens took `token_ns` each, and whose first sequence is of `payer`.
-    pub(crate) fn new(token_ns: u64, payer: Payer) -> Self {
+    /// Of a step whose first sequence is of `payer`.
+    pub(crate) fn new(payer: Payer) -> Self {
         Self {
-            token_ns,
             payer,
             gap_us: 0,
             gaps: 0,
-            tokens: 0,
+            device_ns: 0,
             outputs: 0,
         }
     }
 
-    /// Counts a sequence with so many tokens in the step and so many outputs of it.
+    /// Counts a sequence with such a share of the step's time and so many outputs of it.
     #[inline]
     pub(crate) fn add(
         &mut self,
         ledger: &mut Ledger,
         payer: Payer,
-        tokens: u32,
+        device_ns: u64,
         outputs: u64,
         gap_us: Option<u64>,
     ) {
@@ -54,7 +52,7 @@ impl Tally {
             self.flush(ledger);
             self.payer = payer;
         }
-        self.tokens += u64::from(tokens);
+        self.device_ns += device_ns;
         self.outputs += outputs;
         if let Some(gap_us) = gap_us {
             self.gap_us = gap_us;
@@ -70,10 +68,10 @@ impl Tally {
         let of_class = &mut ledger.classes[class.0 as usize].metrics;
         let of_tenant = &mut ledger.tenants.get_mut(tenant).metrics;
         for metrics in [of_class, of_tenant] {
-            metrics.device_ns += self.tokens * self.token_ns;
+            metrics.device_ns += self.device_ns;
             metrics.output_tokens += self.outputs;
             metrics.itl.add(bucket, self.gap_us, self.gaps);
         }
-        (self.gaps, self.tokens, self.outputs) = (0, 0, 0);
+        (self.gaps, self.device_ns, self.outputs) = (0, 0, 0);
     }
 }

@@ -6,7 +6,6 @@ use crate::config::Limits;
 use crate::iteration::plan::StepPlan;
 use crate::iteration::rows::Row;
 use crate::iteration::sequence::Sequence;
-use crate::predict::iteration_time::{StepShape, pairs};
 use crate::request::{Request, SamplingParams};
 
 /// Whether the plan's ragged reset arrays have room; always true for the first newcomer of a step.
@@ -125,23 +124,5 @@ pub(crate) fn write_scores(
         plan.score_indices.push(index as i32);
         plan.score_token_ids.push(next as i32);
         plan.score_num_best.push(num_best);
-    }
-}
-
-/// What the time of a plan's iteration depends on.
-pub(crate) fn shape_of(plan: &StepPlan) -> StepShape {
-    let contexts = plan.seq_lens[..plan.num_decodes].iter();
-    let chunks = plan.num_decodes..plan.num_seqs();
-    StepShape {
-        sequences: plan.num_seqs() as f64,
-        tokens: plan.num_tokens() as f64,
-        decode_context: contexts.map(|&context| i64::from(context)).sum::<i64>() as f64,
-        prefill_pairs: chunks
-            .map(|at| {
-                let chunk = plan.query_start_loc[at + 1] - plan.query_start_loc[at];
-                pairs((plan.seq_lens[at] - chunk) as u32, chunk as u32)
-            })
-            .sum(),
-        samples: plan.num_samples() as f64,
     }
 }

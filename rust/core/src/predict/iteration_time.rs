@@ -18,8 +18,10 @@
 
 mod fit;
 mod moments;
+mod shares;
 
 pub use fit::Coefficients;
+pub use shares::StepShares;
 
 use crate::metrics::{RecentMoments, RecentQuantiles};
 use crate::predict::iteration_time::fit::Fit;
@@ -40,6 +42,7 @@ const LOWEST_RATIO: i32 = -8;
 
 /// What is in an iteration, as far as its time depends on it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct StepShape {
     /// Sequences in it.
     pub sequences: f64,

@@ -2,6 +2,7 @@
 
 use crate::iteration::plan::StepPlan;
 use crate::output::{Event, OutputBatch};
+use crate::predict::iteration_time::StepShares;
 use crate::request::{
     Finish, NewRequest, RequestId, RequestStats, SamplingParams, StopParams, Ticket, Time,
 };
@@ -183,13 +184,21 @@ impl<'a> Clients<'a> {
     }
 
     /// Counts who received an iteration; `row_requests` says whose the rows are.
-    pub(crate) fn charge(&mut self, plan: &StepPlan, duration_us: u64, row_requests: &[u32]) {
-        let us_per_token = duration_us as f64 / plan.num_tokens() as f64;
+    pub(crate) fn charge(&mut self, plan: &StepPlan, shares: &StepShares, row_requests: &[u32]) {
+        let mut sampled = 0;
         for (at, &row) in plan.rows.iter().enumerate() {
             let index = row_requests[row as usize] as usize;
             let request = &self.workload.requests[index];
-            let tokens = plan.query_start_loc[at + 1] - plan.query_start_loc[at];
-            let us = us_per_token * f64::from(tokens);
+            let tokens = (plan.query_start_loc[at + 1] - plan.query_start_loc[at]) as u32;
+            let end = plan.seq_lens[at] as u32;
+            // One answer each, in the plan's order.
+            let samples = usize::from(plan.sample_rows.get(sampled) == Some(&row));
+            sampled += samples;
+            let us = if at < plan.num_decodes {
+                shares.decode(end, samples)
+            } else {
+                shares.chunk(end - tokens, tokens, samples)
+            };
             self.services.add_device(request.tenant, us);
             let computed = (plan.seq_lens[at] as u32).min(request.input_tokens);
             let charged = &mut self.progress[index].charged_tokens;

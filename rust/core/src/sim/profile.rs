@@ -2,6 +2,7 @@
 
 use crate::iteration::join::Padding;
 use crate::iteration::plan::StepPlan;
+use crate::predict::iteration_time::Coefficients;
 use crate::sim::SimError;
 use crate::sim::random::Random;
 
@@ -9,7 +10,7 @@ use crate::sim::random::Random;
 ///
 /// ```text
 /// t0 + t_seq * sequences + max(t_w, t_tok * tokens) + t_ctx * (sum of the decodes' contexts)
-///    + t_pair * (sum over prefill chunks of chunk * (context before + chunk / 2))
+///    + t_pair * (sum over prefill chunks of chunk * (context before + chunk / 2)) + t_sample * samples
 /// ```
 /// times lognormal noise. A sequence that is done and stays until all of its batch are (static
 /// batching) costs what a decode costs: its row is computed all the same. The maximum is the roofline of the linear layers: reading the weights, or
@@ -28,6 +29,8 @@ pub struct CostProfile {
     pub t_ctx_s: f64,
     /// A pair of a prefill token and a token before it.
     pub t_pair_s: f64,
+    /// A row of logits that is sampled.
+    pub t_sample_s: f64,
     /// Standard deviation of the logarithm of the noise.
     pub noise_sigma: f64,
 }
@@ -42,12 +45,27 @@ impl CostProfile {
         t_tok_s: 32e-6,
         t_ctx_s: 0.0437e-6,
         t_pair_s: 1.31e-9,
+        t_sample_s: 0.0,
         noise_sigma: 0.03,
     };
     /// Blocks of 16 in the pool of [`Self::GPU_8B`]: 60 GB.
     pub const GPU_8B_BLOCKS: u32 = 28_600;
     /// The same with a small pool.
     pub const GPU_8B_SMALL_BLOCKS: u32 = 4_000;
+
+    /// The same as a cost model has it.
+    pub fn coefficients(&self) -> Coefficients {
+        Coefficients {
+            t0_us: self.t0_s * 1e6,
+            t_seq_us: self.t_seq_s * 1e6,
+            t_weights_us: self.t_w_s * 1e6,
+            t_tok_us: self.t_tok_s * 1e6,
+            t_ctx_us: self.t_ctx_s * 1e6,
+            t_pair_us: self.t_pair_s * 1e6,
+            t_sample_us: self.t_sample_s * 1e6,
+            most_tokens: 0.0,
+        }
+    }
 
     /// Seconds that the plan's iteration takes without noise, with rows beside it that are padding.
     pub fn seconds(&self, plan: &StepPlan, padding: Padding) -> f64 {
@@ -68,6 +86,7 @@ impl CostProfile {
                 .max(self.t_tok_s * (plan.num_tokens() + padded) as f64)
             + self.t_ctx_s * contexts as f64
             + self.t_pair_s * pairs
+            + self.t_sample_s * plan.num_samples() as f64
     }
 
     /// Microseconds that the plan's iteration takes, noise included; at least 1.
@@ -89,6 +108,7 @@ impl CostProfile {
             ("t_tok_s", self.t_tok_s, 1.0),
             ("t_ctx_s", self.t_ctx_s, 1.0),
             ("t_pair_s", self.t_pair_s, 1.0),
+            ("t_sample_s", self.t_sample_s, 1.0),
             ("noise_sigma", self.noise_sigma, 1.0),
         ];
         for (field, value, most) in numbers {

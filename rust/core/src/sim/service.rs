@@ -19,7 +19,7 @@ pub struct TenantService {
     /// Tokens at their prices: a prompt token when it is first computed, a cached one when its request
     /// is first scheduled, an output token when it is sampled.
     pub priced_tokens: f64,
-    /// Microseconds of the iterations, shared out by tokens.
+    /// Microseconds of the iterations, shared out by the true terms of their cost.
     pub device_us: f64,
     /// Requests that wait and were never scheduled.
     pub waiting: u32,

@@ -16,6 +16,7 @@ use crate::config::Settings;
 use crate::iteration::commit::{STATUS_OK, StepResults};
 use crate::iteration::plan::StepPlan;
 use crate::output::OutputBatch;
+use crate::predict::iteration_time::StepShares;
 use crate::request::{Finish, Time};
 use crate::sim::clients::Clients;
 use crate::sim::random::{Cause, Random};
@@ -243,8 +244,10 @@ impl<'a> World<'a> {
     /// Commits what the step sampled.
     fn end_step(&mut self) -> Option<Iteration> {
         let iteration = self.in_flight.take()?;
-        self.clients
-            .charge(&self.plan, iteration.duration_us, &self.row_requests);
+        let costs = self.config.profile.coefficients();
+        let time_us = iteration.duration_us as f64;
+        let shares = StepShares::new(&costs, &self.plan.shape(), time_us);
+        self.clients.charge(&self.plan, &shares, &self.row_requests);
         self.sample();
         self.engine
             .commit(Time(self.now_us), self.plan.step, &self.results)

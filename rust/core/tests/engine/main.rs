@@ -8,6 +8,7 @@ mod harness;
 mod levels;
 mod memory;
 mod orders;
+mod pace;
 mod predictions;
 mod random;
 mod recording;

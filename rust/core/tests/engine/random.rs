@@ -92,6 +92,7 @@ fn random_policy(random: &mut Random) -> Policy {
     policy.memory = MemorySettings {
         admission: admissions[random.within(0, 2) as usize],
         overflow: f64::from(random.within(1, 50)) / 100.0,
+        ..MemorySettings::default()
     };
     policy
 }
@@ -206,6 +207,7 @@ struct Trace {
     timers: u64,
     /// Steps under each mode of admission to memory.
     admissions: [u64; 3],
+    sla_holds: usize,
 }
 
 /// A run: random operations on one engine.
@@ -437,6 +439,10 @@ impl Run {
         let admission = self.harness.settings.policy.memory.admission;
         self.trace.admissions[admission as usize] += 1;
         self.trace.copies += self.harness.plan.block_copies.len();
+        let (engine, now) = (&self.harness.engine, self.harness.now);
+        let clients = self.harness.clients.keys();
+        let waits = clients.filter_map(|&id| engine.wait(now, id));
+        self.trace.sla_holds += waits.filter(|(why, _)| *why == WaitReason::Sla).count();
         self.trace.scores += self.harness.plan.num_scores();
         for byte in format!("{:?}", self.harness.plan).bytes() {
             let digest = self.trace.digest.wrapping_mul(31);
@@ -560,6 +566,7 @@ fn invariants_hold_over_random_operations() {
         for (total, steps) in total.admissions.iter_mut().zip(trace.admissions) {
             *total += steps;
         }
+        total.sla_holds += trace.sla_holds;
     }
     // The scenario really happened, all of it.
     println!("{} steps: {total:?}", runs * u64::from(STEPS_PER_RUN));
@@ -586,6 +593,7 @@ fn invariants_hold_over_random_operations() {
         total.idle_with_work > 100 && total.timers > 500,
         "{total:?}"
     );
+    assert!(total.sla_holds > 100, "{total:?}");
 }
 
 #[test]
