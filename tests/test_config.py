@@ -17,6 +17,7 @@ from chairlift import (
     EngineDeadError,
     JoinConfig,
     KeyConfig,
+    MemoryConfig,
     PolicyConfig,
     PriceConfig,
     SamplingParams,
@@ -80,6 +81,10 @@ burst_tokens = 10_000
 above = "30s"
 below = "20s"
 
+[memory]
+backfill = "off"
+backfill_candidates = 4
+
 [keys.ops]
 hash = "sha256:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
 tenant = "acme"
@@ -136,6 +141,7 @@ def test_every_key_is_read(write):
             },
             default_tenant=TenantConfig(best_class="batch", default_class="batch"),
             shedding=SheddingConfig(above=30, below=20),
+            memory=MemoryConfig(backfill="off", backfill_candidates=4),
             sharing="fair",
             price=PriceConfig(cached=0.25, output=3),
             charge_predicted_output=True,
@@ -160,6 +166,7 @@ def test_every_key_is_read(write):
     assert written["queue"].keys() == set(QUEUE_KEYS), "the test leaves a key out"
     assert written["classes"]["interactive"].keys() == names(ClassConfig)
     assert written["tenants"]["acme"].keys() == names(TenantConfig)
+    assert written["memory"].keys() == names(MemoryConfig)
     assert written["keys"]["ops"].keys() == names(KeyConfig)
 
 
@@ -303,6 +310,9 @@ def test_an_object_that_no_file_can_hold():
         ("[default_tenant]\nmax_running = 0", r"default_tenant\.max_running is 0; it must be more"),
         ("[shedding]\nabove = 1\nbelow = 2", r"shedding\.below is 2000000 us; it must be less "),
         ("[shedding]\nabove = 1", r"shedding is .*; it must be a table .*; below is missing"),
+        ("[memory]\nbackfill = 'all'", r'memory\.backfill is "all"; it must be "easy" or "off" or'),
+        ("[memory]\nbackfill_candidates = 0", r"memory\.backfill_candidates is 0; it must be from 1"),
+        ("[memory]\nbackfil = 1", r"memory\.backfil is no setting; did you mean backfill\? known"),
         ("[engine]\nmax_num_seqs = 0", r"engine\.max_num_seqs is 0; it must be at least 1"),
         ("[engine]\nmax_num_seqs = '0'", r"engine\.max_num_seqs is '0'; it must be an integer"),
         ("[engine]\nmax_num_seqs = 5000", r"engine\.max_num_seqs \(5000\) is above max_num_batch"),
@@ -506,6 +516,7 @@ def test_the_document_lists_every_key_with_its_default():
         "`[classes.NAME]`": names(ClassConfig),
         "`[tenants.NAME]` and `[default_tenant]`": names(TenantConfig),
         "`[shedding]`": names(SheddingConfig),
+        "`[memory]`": names(MemoryConfig),
         "`[keys.NAME]`": names(KeyConfig),
     }
     assert {title: set(told[title]) for title in expected} == expected

@@ -37,6 +37,7 @@ Duration = float | str
 OnTimeout = Literal["expire", "promote"]
 OnDoomed = Literal["keep", "relegate", "drop"]
 Sharing = Literal["fcfs", "fair"]
+Backfill = Literal["easy", "off", "unprotected"]
 Order = Literal["arrival", "shortest", "footprint", "deadline", "prefix"]
 
 DURATION_UNITS = {"us": 1, "ms": 1_000, "s": 1_000_000, "m": 60_000_000, "h": 3_600_000_000}
@@ -145,6 +146,22 @@ class SheddingConfig:
         _settle(self)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    """How memory is handed out while it is short."""
+
+    backfill: Backfill = "easy"
+    """Who may be admitted while the first of the queue does not fit: ``easy``: whoever fits without
+    moving the time at which the first will; ``off``: nobody; ``unprotected``: whoever fits (a
+    baseline: the first can wait for ever)."""
+    backfill_candidates: Count = 16
+    """Most waiting requests behind the first that are looked at in an iteration."""
+
+    def __post_init__(self) -> None:
+        """Check types."""
+        _settle(self)
+
+
 Price = PriceConfig | Literal["device_time"]
 """What service costs: so much for each token, or microseconds of the iteration."""
 Join = Literal["continuous", "static"] | JoinConfig
@@ -191,6 +208,8 @@ class PolicyConfig:
     """Settings of every other tenant."""
     shedding: SheddingConfig | None = None
     """Overload control; None: nothing is shed."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """How memory is handed out while it is short."""
     sharing: Sharing = "fcfs"
     """How classes of a level, tenants of a class and users of a tenant share: ``fcfs``: first come,
     first served; ``fair``: who had the least service for its weight is next."""
@@ -217,7 +236,7 @@ class PolicyConfig:
         _settle(self, in_queue=QUEUE_KEYS)
 
 
-TABLES = ("classes", "tenants", "default_tenant", "shedding")
+TABLES = ("classes", "tenants", "default_tenant", "shedding", "memory")
 """Fields of the policy that are tables of their own in a file; all others stand in ``[queue]``."""
 QUEUE_KEYS = tuple(item.name for item in fields(PolicyConfig) if item.name not in TABLES)
 
@@ -435,6 +454,7 @@ _KINDS: dict[str, Callable[[object], object]] = {
     "OnTimeout": _text,
     "OnDoomed": _text,
     "Sharing": _text,
+    "Backfill": _text,
     "Order": _text,
     "Price": _text_or(PriceConfig),
     "Join": _text_or(JoinConfig),
@@ -443,6 +463,7 @@ _KINDS: dict[str, Callable[[object], object]] = {
     "Keys": _named(KeyConfig, _SecretKindError),
     "TenantConfig": _table(TenantConfig),
     "SheddingConfig": _table(SheddingConfig),
+    "MemoryConfig": _table(MemoryConfig),
     "EngineTable": _options,
     "PolicyConfig": _table(PolicyConfig),
 }

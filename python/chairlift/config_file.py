@@ -147,6 +147,7 @@ def to_toml(config: Config) -> str:
         lines += ["", f"[tenants.{_key(name)}]", *_lines(tenant)]
     if policy.shedding is not None:
         lines += ["", "[shedding]", *_lines(policy.shedding)]
+    lines += ["", "[memory]", *_lines(policy.memory)]
     for name, key in config.keys.items():
         lines += ["", f"[keys.{_key(name)}]", *_lines(key)]
     return "\n".join(lines) + "\n"

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 
+use chairlift_core::config::memory::{Backfill, MemorySettings};
 use chairlift_core::config::policy::{
     ClassSettings, Join, OnDoomed, OnTimeout, Order, Policy, Price, Sharing, Shedding,
     TenantSettings,
@@ -28,6 +29,7 @@ struct PolicyView {
     join: JoinView,
     shedding: Option<SheddingView>,
     preempt_to_admit: bool,
+    memory: MemoryView,
 }
 
 #[derive(FromPyObject)]
@@ -74,6 +76,12 @@ enum JoinView {
         size: u32,
         delay: f64,
     },
+}
+
+#[derive(FromPyObject)]
+struct MemoryView {
+    backfill: String,
+    backfill_candidates: u32,
 }
 
 #[derive(FromPyObject)]
@@ -128,6 +136,7 @@ pub fn read_policy(config: &Bound<'_, PyAny>) -> PyResult<Policy> {
             below_us: microseconds(shedding.below),
         }),
         preempt_to_admit: view.preempt_to_admit,
+        memory: read_memory(&view.memory)?,
     })
 }
 
@@ -139,6 +148,11 @@ const ORDER: [(&str, Order); 5] = [
     ("footprint", Order::Footprint),
     ("deadline", Order::Deadline),
     ("prefix", Order::Prefix),
+];
+const BACKFILL: [(&str, Backfill); 3] = [
+    ("easy", Backfill::Easy),
+    ("off", Backfill::Off),
+    ("unprotected", Backfill::Unprotected),
 ];
 const JOIN: [(&str, Join); 2] = [("continuous", Join::Continuous), ("static", Join::Static)];
 const ON_TIMEOUT: [(&str, OnTimeout); 2] = [
@@ -170,6 +184,13 @@ fn choose<T: Copy>(key: &str, name: &str, choices: &[(&str, T)]) -> PyResult<T> 
         value: format!("\"{}\"", name.escape_default()),
         allowed: format!("{}{or_table}", known.join(" or ")),
     }))
+}
+
+fn read_memory(view: &MemoryView) -> PyResult<MemorySettings> {
+    Ok(MemorySettings {
+        backfill: choose("memory.backfill", &view.backfill, &BACKFILL)?,
+        backfill_candidates: view.backfill_candidates,
+    })
 }
 
 fn read_class(name: String, view: &ClassView) -> PyResult<ClassSettings> {

@@ -9,7 +9,8 @@
 //!
 //! Predictions can be wrong. A start that has to be put off is counted as a forecast slip. And guests are
 //! there by the head's leave: they preempt nobody, they give memory up before everybody else, and as soon
-//! as the head would fit without them, they go. So the head never waits for a guest.
+//! as the head would fit without them, they go. So the head never waits for a guest. Who was preempted goes
+//! ahead of nobody, so that is lost once at most.
 //!
 //! Nothing is computed while the head fits, nobody is behind it, or no memory is free for anybody. The
 //! curve is kept while the running set and the predictions for it stay what they were.
@@ -40,6 +41,8 @@ pub(crate) struct Backfilling {
 struct Reservation {
     head: SequenceKey,
     arrival: Arrival,
+    /// From which iteration on it did not fit.
+    since: u64,
     /// The iteration at which it will fit; none once somebody more important was admitted first.
     start: Option<u64>,
 }
@@ -47,8 +50,8 @@ struct Reservation {
 impl Backfilling {
     /// Whether a running sequence is there by leave of the head that waits.
     pub(crate) fn is_guest(&self, sequence: &Sequence) -> bool {
-        let head = self.reservation.as_ref().map(|head| head.arrival.request);
-        sequence.guest_of.is_some() && sequence.guest_of == head
+        let since = self.reservation.as_ref().map(|head| head.since);
+        since.is_some_and(|since| sequence.is_guest_since(since))
     }
 
     /// Whether a waiting sequence has the reservation.
@@ -81,18 +84,21 @@ impl Scheduler<'_> {
     }
 
     /// Who is next: the queue's next, or the head with the reservation if the other is not more important.
+    /// A guest that was preempted is not: it is still behind.
     pub(crate) fn next_in_line(&mut self) -> Option<Next> {
         let next = self.ledger.queue.peek()?;
-        let Next::Fresh(first, level, _) = next else {
+        let Some(head) = &self.lane.backfill.reservation else {
             return Some(next);
         };
-        let state = &self.lane.backfill;
-        match &state.reservation {
-            Some(head) if head.head != first && self.mode() == Backfill::Easy => {
-                Some(self.as_next_of(head, level).unwrap_or(next))
-            }
-            _ => Some(next),
-        }
+        let sequence = &self.ledger.sequences[next.sequence().0];
+        let level = match next {
+            Next::Fresh(_, level, _) => level,
+            Next::Returning(_, level) if sequence.is_guest_since(head.since) => level,
+            Next::Returning(..) | Next::Promoted(_) => return Some(next),
+        };
+        let is_on = self.mode() == Backfill::Easy && head.head != next.sequence();
+        let instead = is_on.then(|| self.as_next_of(head, level)).flatten();
+        Some(instead.unwrap_or(next))
     }
 
     fn mode(&self) -> Backfill {
@@ -102,18 +108,21 @@ impl Scheduler<'_> {
     /// A reserved head as the next of `level`, if it may be that.
     fn as_next_of(&self, head: &Reservation, level: usize) -> Option<Next> {
         let sequence = self.ledger.sequences.get(head.head.0)?;
-        let entry = &self.ledger.requests[sequence.request.0];
-        let fresh = &entry.waiting.as_ref()?.fresh;
-        if sequence.arrival != head.arrival || fresh.is_aside {
+        if sequence.arrival != head.arrival {
             return None;
         }
+        let entry = &self.ledger.requests[sequence.request.0];
+        let Some(waiting) = &entry.waiting else {
+            return (sequence.level == level).then_some(Next::Returning(head.head, level));
+        };
+        let fresh = &waiting.fresh;
         let is_held = self.ledger.tenants.get(entry.tenant).held_since.is_some();
         let stands = match fresh.standing {
             Standing::Flow => fresh.level == level && !is_held,
             Standing::BestEffort => level + 1 == self.ledger.queue.num_levels(),
             Standing::Promoted => false,
         };
-        stands.then_some(Next::Fresh(head.head, level, fresh.leaf))
+        (stands && !fresh.is_aside).then_some(Next::Fresh(head.head, level, fresh.leaf))
     }
 
     /// Lets others go ahead of `head`, which does not fit.
@@ -124,6 +133,9 @@ impl Scheduler<'_> {
         if mode == Backfill::Off || leaves_together(join) {
             return;
         }
+        let now = self.iteration();
+        let sequence = &mut self.ledger.sequences[head.0];
+        sequence.blocked_since = sequence.blocked_since.or(Some(now));
         if !self.has_room_for_anybody() || self.ledger.queue.len() == 1 {
             return;
         }
@@ -131,13 +143,14 @@ impl Scheduler<'_> {
         let queue = &self.ledger.queue;
         queue.collect_behind(head, count, &mut state.behind);
         let bounded = self.bounded_tenant(head);
+        let need = self.need_of(head, lack);
         for at in 0..state.behind.found.len() {
             if !self.has_room_for_anybody() {
                 break;
             }
             let next = state.behind.found[at];
             if self.may_join_now(next, bounded) {
-                self.offer(&mut state, head, lack, next, handed);
+                self.offer(&mut state, (head, need), next, handed);
             }
         }
         self.lane.backfill = state;
@@ -164,9 +177,6 @@ impl Scheduler<'_> {
     fn may_join_now(&self, next: Next, bounded: Option<TenantKey>) -> bool {
         let request = self.ledger.sequences[next.sequence().0].request;
         let entry = &self.ledger.requests[request.0];
-        if matches!(next, Next::Returning(..)) {
-            return true; // it counts as running already
-        }
         let tenant = self.ledger.tenants.get(entry.tenant);
         bounded != Some(entry.tenant)
             && !tenant.is_busy(entry.request.sampling.n)
@@ -177,13 +187,12 @@ impl Scheduler<'_> {
     fn offer(
         &mut self,
         state: &mut Backfilling,
-        head: SequenceKey,
-        lack: Lack,
+        (head, need): (SequenceKey, Need),
         next: Next,
         handed: &mut Handed,
     ) {
         let key = next.sequence();
-        if let Next::Returning(_, level) | Next::Fresh(_, level, _) = next {
+        if let Next::Fresh(_, level, _) = next {
             self.schedule_chunks(level);
         }
         if self.budget == 0 {
@@ -194,7 +203,7 @@ impl Scheduler<'_> {
         };
         let is_easy = self.mode() == Backfill::Easy;
         if is_easy {
-            let start = self.promise(state, head, lack);
+            let start = self.promise(state, head, need);
             if !self.is_out_of_the_way(state, key, cached, start) {
                 return;
             }
@@ -209,25 +218,25 @@ impl Scheduler<'_> {
         if let Some(leaf) = is_first {
             self.ledger.queue.left(leaf, true);
         }
-        let number = self.ledger.sequences[head.0].arrival.request;
-        self.ledger.sequences[key.0].guest_of = is_easy.then_some(number);
+        self.ledger.sequences[key.0].is_guest = is_easy;
         self.ledger.counters.backfilled += 1;
         self.start_newcomer(next, key, chunk, handed);
     }
 
     /// The iteration at which the head will fit: from the first time on at which somebody could go ahead of
     /// it, it has a reservation for that.
-    fn promise(&mut self, state: &mut Backfilling, head: SequenceKey, lack: Lack) -> u64 {
+    fn promise(&mut self, state: &mut Backfilling, head: SequenceKey, need: Need) -> u64 {
         self.refresh_curve(state);
-        let start = state.curve.reserve(self.need_of(head, lack));
-        let arrival = self.ledger.sequences[head.0].arrival;
+        let start = state.curve.reserve(need);
+        let sequence = &self.ledger.sequences[head.0];
         let known = state.reservation.take().filter(|known| known.head == head);
         if known.is_some_and(|known| known.start.is_some_and(|promised| promised < start)) {
             self.ledger.counters.forecast_slips += 1;
         }
         state.reservation = Some(Reservation {
             head,
-            arrival,
+            arrival: sequence.arrival,
+            since: sequence.blocked_since.unwrap_or(self.iteration()),
             start: Some(start),
         });
         start

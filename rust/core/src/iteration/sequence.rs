@@ -127,8 +127,10 @@ pub(crate) struct Sequence {
     pub(crate) level: usize,
     /// The step that it joined at.
     pub(crate) joined_at_step: u64,
-    /// Number of the request that it was let in ahead of, on the promise to be out of its way in time.
-    pub(crate) guest_of: Option<u64>,
+    /// Runs ahead of a head that did not fit when it joined, on the promise to be out of its way in time.
+    pub(crate) is_guest: bool,
+    /// The step from which on it was the head that did not fit, since it last ran.
+    pub(crate) blocked_since: Option<u64>,
 }
 
 /// What a sequence begins with.
@@ -187,7 +189,8 @@ impl Sequence {
             prepaid: 0,
             prepaid_output: 0,
             joined_at_step: 0,
-            guest_of: None,
+            is_guest: false,
+            blocked_since: None,
             finished: None,
         }
     }
@@ -212,6 +215,11 @@ impl Sequence {
     /// Tokens whose K and V are still to be computed; at least one.
     pub(crate) fn num_remaining_tokens(&self) -> u32 {
         self.num_tokens() - self.num_computed_tokens
+    }
+
+    /// Whether it runs by leave of a head that does not fit since step `since`.
+    pub(crate) fn is_guest_since(&self, since: u64) -> bool {
+        self.is_guest && self.joined_at_step >= since
     }
 
     /// Whether the scheduled tokens are the last before the next sample.
@@ -347,7 +355,8 @@ impl Sequence {
             prepaid: 0,
             prepaid_output: 0,
             joined_at_step: self.joined_at_step,
-            guest_of: self.guest_of,
+            is_guest: self.is_guest,
+            blocked_since: None,
             finished: None,
         }
     }

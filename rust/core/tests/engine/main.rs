@@ -1,5 +1,6 @@
 //! The scheduler, driven through its facade by a model executor that keeps its own KV memory.
 
+mod backfill;
 mod counts;
 mod fairness;
 mod gate;
@@ -8,6 +9,7 @@ mod harness;
 mod levels;
 mod orders;
 mod predictions;
+mod preemption;
 mod random;
 mod results;
 mod scenarios;
