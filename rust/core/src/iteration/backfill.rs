@@ -84,21 +84,31 @@ impl Scheduler<'_> {
     }
 
     /// Who is next: the queue's next, or the head with the reservation if the other is not more important.
-    /// A guest that was preempted is not: it is still behind.
     pub(crate) fn next_in_line(&mut self) -> Option<Next> {
-        let next = self.ledger.queue.peek()?;
-        let Some(head) = &self.lane.backfill.reservation else {
+        let mut next = self.ledger.queue.peek()?;
+        if self.mode() != Backfill::Easy {
+            return Some(next);
+        }
+        if let Next::Returning(key, level) = next {
+            // A guest that was preempted is behind whom it was let in ahead of, as before.
+            let sequence = &self.ledger.sequences[key.0];
+            let first = self.ledger.queue.peek_fresh(level);
+            let since = first.and_then(|first| self.blocked_since(first.sequence()));
+            match first {
+                Some(first) if since.is_some_and(|since| sequence.is_guest_since(since)) => {
+                    next = first;
+                }
+                _ => return Some(next),
+            }
+        }
+        let (Next::Fresh(_, level, _), Some(head)) = (next, &self.lane.backfill.reservation) else {
             return Some(next);
         };
-        let sequence = &self.ledger.sequences[next.sequence().0];
-        let level = match next {
-            Next::Fresh(_, level, _) => level,
-            Next::Returning(_, level) if sequence.is_guest_since(head.since) => level,
-            Next::Returning(..) | Next::Promoted(_) => return Some(next),
-        };
-        let is_on = self.mode() == Backfill::Easy && head.head != next.sequence();
-        let instead = is_on.then(|| self.as_next_of(head, level)).flatten();
-        Some(instead.unwrap_or(next))
+        Some(self.as_next_of(head, level).unwrap_or(next))
+    }
+
+    fn blocked_since(&self, key: SequenceKey) -> Option<u64> {
+        self.ledger.sequences[key.0].blocked_since
     }
 
     fn mode(&self) -> Backfill {
@@ -112,10 +122,7 @@ impl Scheduler<'_> {
             return None;
         }
         let entry = &self.ledger.requests[sequence.request.0];
-        let Some(waiting) = &entry.waiting else {
-            return (sequence.level == level).then_some(Next::Returning(head.head, level));
-        };
-        let fresh = &waiting.fresh;
+        let fresh = &entry.waiting.as_ref()?.fresh;
         let is_held = self.ledger.tenants.get(entry.tenant).held_since.is_some();
         let stands = match fresh.standing {
             Standing::Flow => fresh.level == level && !is_held,
@@ -134,8 +141,8 @@ impl Scheduler<'_> {
             return;
         }
         let now = self.iteration();
-        let sequence = &mut self.ledger.sequences[head.0];
-        sequence.blocked_since = sequence.blocked_since.or(Some(now));
+        let blocked_since = &mut self.ledger.sequences[head.0].blocked_since;
+        *blocked_since = blocked_since.or(Some(now));
         if !self.has_room_for_anybody() || self.ledger.queue.len() == 1 {
             return;
         }
