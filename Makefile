@@ -63,6 +63,7 @@ figures: $(STAMPS)/installed ## Tables and pictures of the policies into docs/; 
 	-$(POLICIES) overload $(CHAT) --load 1
 	-$(POLICIES) queue-time $(CHAT) $(BATCH) --load 1.5
 	-$(POLICIES) order $(CHAT) --load 0.95
+	-$(POLICIES) backfill $(CHAT) --profile gpu-8b-small
 
 wheel: $(STAMPS)/installed ## One abi3 wheel for CPython 3.11 and newer, in dist/
 	rm -rf dist

@@ -311,7 +311,10 @@ def test_an_object_that_no_file_can_hold():
         ("[shedding]\nabove = 1\nbelow = 2", r"shedding\.below is 2000000 us; it must be less "),
         ("[shedding]\nabove = 1", r"shedding is .*; it must be a table .*; below is missing"),
         ("[memory]\nbackfill = 'all'", r'memory\.backfill is "all"; it must be "easy" or "off" or'),
-        ("[memory]\nbackfill_candidates = 0", r"memory\.backfill_candidates is 0; it must be from 1"),
+        (
+            "[memory]\nbackfill_candidates = 0",
+            r"memory\.backfill_candidates is 0; it must be from 1",
+        ),
         ("[memory]\nbackfil = 1", r"memory\.backfil is no setting; did you mean backfill\? known"),
         ("[engine]\nmax_num_seqs = 0", r"engine\.max_num_seqs is 0; it must be at least 1"),
         ("[engine]\nmax_num_seqs = '0'", r"engine\.max_num_seqs is '0'; it must be an integer"),

@@ -27,6 +27,7 @@ CHECKS = {
     "overload": 3,
     "queue-time": 4,
     "order": 0,
+    "backfill": 4,
 }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from simulation.bench import Bench
 from simulation.experiments import (
+    backfill,
     fairness,
     flood,
     head_of_line,
@@ -24,4 +25,5 @@ EXPERIMENTS: dict[str, Callable[[Bench], Report]] = {
     "overload": overload.run,
     "queue-time": queue_time.run,
     "order": order.run,
+    "backfill": backfill.run,
 }

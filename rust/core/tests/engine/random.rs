@@ -1,6 +1,7 @@
 //! Random operations on tiny engines: the invariants hold after every one.
 
 use chairlift_core::config::Settings;
+use chairlift_core::config::memory::{Backfill, MemorySettings};
 use chairlift_core::config::policy::{
     ClassSettings, Join, OnDoomed, OnTimeout, Order, Policy, Price, Sharing, Shedding,
     TenantSettings,
@@ -21,6 +22,10 @@ fn num_runs() -> u64 {
         runs.parse().expect("CHAIRLIFT_SOAK_RUNS is a number")
     })
 }
+
+/// Most steps in a row without output: the oldest of the highest level that runs is never preempted, and
+/// in that many its prompt is computed, one token at a time; others may come and go before it.
+const LONGEST_STALL: u32 = 120;
 
 const CLASSES: [&str; 3] = ["gold", "silver", "bronze"];
 const TENANTS: [&str; 4] = ["ann", "bob", "cy", "somebody"];
@@ -79,6 +84,16 @@ fn random_policy(random: &mut Random) -> Policy {
         below_us: random.within(10, 99).into(),
     });
     policy.preempt_to_admit = random.chance(70);
+    let modes = [
+        Backfill::Easy,
+        Backfill::Easy,
+        Backfill::Unprotected,
+        Backfill::Off,
+    ];
+    policy.memory = MemorySettings {
+        backfill: modes[random.within(0, 3) as usize],
+        backfill_candidates: random.within(1, 4),
+    };
     policy
 }
 
@@ -180,6 +195,10 @@ struct Trace {
     reloads: u64,
     idle_with_work: u64,
     timers: u64,
+    backfilled: u64,
+    slips: u64,
+    /// Most steps in a row that computed something, but brought no output and no end.
+    longest_stall: u32,
 }
 
 /// A run: random operations on one engine.
@@ -194,6 +213,8 @@ struct Run {
     in_flight: bool,
     steps: u32,
     was_reloaded: bool,
+    /// Steps since there was output, or somebody ended or came.
+    stalled: u32,
 }
 
 impl Run {
@@ -211,6 +232,7 @@ impl Run {
             in_flight: false,
             steps: 0,
             was_reloaded: false,
+            stalled: 0,
         }
     }
 
@@ -386,6 +408,14 @@ impl Run {
         let before = self.harness.engine.metrics().output_tokens;
         self.harness.commit();
         let tokens = self.harness.engine.metrics().output_tokens - before;
+        self.stalled = if tokens > 0 { 0 } else { self.stalled + 1 };
+        self.trace.longest_stall = self.trace.longest_stall.max(self.stalled);
+        assert!(
+            self.stalled <= LONGEST_STALL,
+            "seed {}: {} steps and no output",
+            self.seed,
+            self.stalled
+        );
         self.trace.several_tokens += u64::from(tokens > self.harness.plan.num_samples() as u64);
         self.in_flight = false;
     }
@@ -467,6 +497,8 @@ impl Run {
             expired: metrics.expired,
             shed: metrics.shed,
             displaced: metrics.displaced,
+            backfilled: metrics.backfilled,
+            slips: metrics.forecast_slips,
             ..self.trace
         }
     }
@@ -518,6 +550,9 @@ fn invariants_hold_over_random_operations() {
         total.reloads += trace.reloads;
         total.idle_with_work += trace.idle_with_work;
         total.timers += trace.timers;
+        total.backfilled += trace.backfilled;
+        total.slips += trace.slips;
+        total.longest_stall = total.longest_stall.max(trace.longest_stall);
     }
     // The scenario really happened, all of it.
     println!("{} steps: {total:?}", runs * u64::from(STEPS_PER_RUN));
@@ -531,6 +566,8 @@ fn invariants_hold_over_random_operations() {
     assert!(total.copies > 100 && total.rejected > 100, "{total:?}");
     assert!(total.broken_results > 100, "{total:?}");
     assert!(total.expired > 500 && total.shed > 100, "{total:?}");
+    assert!(total.backfilled > 200 && total.slips > 20, "{total:?}");
+    assert!(total.longest_stall > 5, "{total:?}");
     assert!(total.displaced > 100 && total.reloads > 100, "{total:?}");
     assert!(
         total.scores > 10_000 && total.several_tokens > 1_000,
