@@ -27,6 +27,9 @@ use crate::request::SequenceKey;
 use crate::waiting::queue::{Arrival, Behind, Next, Standing};
 use crate::waiting::tenants::TenantKey;
 
+/// How many times as long as predicted a guest may run and be out of the head's way in time.
+const CAUTION: u32 = 2;
+
 /// The reservation, and what it is computed from.
 #[derive(Default)]
 pub(crate) struct Backfilling {
@@ -321,7 +324,7 @@ impl Scheduler<'_> {
             sequence.table.blocks().len() as u32
         };
         let own = Occupant {
-            ends_at: self.predicted_end(key, sequence),
+            ends_at: self.end_after(sequence, self.ledger.predicted_remaining(key)),
             tokens: sequence.num_tokens(),
             held,
             rows: sequence.num_rows(),
@@ -353,9 +356,10 @@ impl Scheduler<'_> {
         } else {
             self.limits.blocks_for(sequence.num_tokens()) - shared
         };
+        let output = CAUTION * self.ledger.predicted_remaining(key);
         Candidate {
             occupant: Occupant {
-                ends_at: self.predicted_end(key, sequence),
+                ends_at: self.end_after(sequence, output.min(most_output)),
                 tokens: sequence.num_tokens(),
                 held,
                 rows: sequence.num_rows(),
@@ -364,9 +368,9 @@ impl Scheduler<'_> {
         }
     }
 
-    /// The first iteration that a sequence which runs in this one is not in any more.
-    fn predicted_end(&self, key: SequenceKey, sequence: &Sequence) -> u64 {
-        let output = self.ledger.predicted_remaining(key);
+    /// The first iteration that a sequence which runs in this one is not in any more, if so many output
+    /// tokens are to come.
+    fn end_after(&self, sequence: &Sequence, output: u32) -> u64 {
         self.iteration() + self.chunks_before_output(sequence) + u64::from(output)
     }
 
