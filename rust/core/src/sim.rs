@@ -33,6 +33,7 @@ pub use workload::{SimRequest, Workload};
 
 use crate::Engine;
 use crate::config::Settings;
+use crate::config::memory::Backfill;
 use crate::config::policy::Policy;
 use crate::error::ConfigError;
 use world::World;
@@ -149,9 +150,11 @@ pub fn capacity<F>(
 where
     F: FnMut(&Engine, &IterationView<'_>) -> ControlFlow<()>,
 {
+    let mut policy = Policy::default();
+    policy.memory.backfill = Backfill::Off; // strictly first come, first served
     let config = SimConfig {
         settings: Settings {
-            policy: Policy::default(),
+            policy,
             max_queued_requests: CAPACITY_REQUESTS as u32,
             max_queued_tokens: None,
             ..config.settings.clone()

@@ -270,7 +270,7 @@ mod tests {
         };
         let mut moved = 0;
         for _ in 0..2_000 {
-            let running: Vec<Occupant> = (0..1 + random(6))
+            let running: Vec<Occupant> = (0..=random(6))
                 .map(|_| occupant(11 + u64::from(random(30)), 1 + random(20)))
                 .collect();
             let (blocks, wanted) = (random(12), need(8 + random(10)));

@@ -79,9 +79,12 @@ impl WaitingQueue {
 
     /// The next of all the flows looked through.
     fn advance(&self, cursors: &mut Vec<Cursor>) -> Option<(SequenceKey, FlowKey)> {
-        let by_turn = |cursor: &Cursor| match self.by_service {
-            true => (cursor.taken, OrderKey::default()),
-            false => (0, cursor.key),
+        let by_turn = |cursor: &Cursor| {
+            if self.by_service {
+                (cursor.taken, OrderKey::default())
+            } else {
+                (0, cursor.key)
+            }
         };
         let at = (0..cursors.len()).min_by_key(|&at| by_turn(&cursors[at]))?;
         let cursor = &mut cursors[at];
