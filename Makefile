@@ -66,6 +66,7 @@ figures: $(STAMPS)/installed ## Tables and pictures of the policies into docs/; 
 	-$(POLICIES) memory --trace "$(TRACES)/lengths_bwb.csv.gz" --also "$(TRACES)/azure2023_conv.csv.gz" \
 		--also "$(TRACES)/lengths_sharegpt8k.csv.gz" --profile gpu-8b-small --max-tokens 4096 --load 0.95
 	-$(POLICIES) governor $(CHAT)
+	-$(POLICIES) backfill $(CHAT) --profile gpu-8b-small
 
 wheel: $(STAMPS)/installed ## One abi3 wheel for CPython 3.11 and newer, in dist/
 	rm -rf dist

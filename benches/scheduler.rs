@@ -178,6 +178,49 @@ fn forecast(c: &mut Criterion) {
     });
 }
 
+/// 256 decodes, a head that does not fit, and 16 behind it that fit and may not go ahead of it: they are
+/// looked at in every iteration. Every answer is overdue, so the curve is made anew each time.
+fn blocked_head(c: &mut Criterion) {
+    const RUNNING: u32 = 256;
+    let settings = Settings {
+        max_num_seqs: 2 * RUNNING,
+        max_model_len: 300_000,
+        ..settings(RUNNING)
+    };
+    c.bench_function("blocked_head", |b| {
+        b.iter_custom(|iterations| {
+            let mut spent = std::time::Duration::ZERO;
+            let mut left = iterations;
+            while left > 0 {
+                let mut bench = Bench::new(&settings);
+                for _ in 0..RUNNING {
+                    let request = bench.request(PROMPT, 1_000);
+                    bench.submit(request);
+                }
+                while bench.step() != RUNNING as usize {}
+                let head = bench.request(290_000, 1);
+                bench.submit(head);
+                for _ in 0..16 {
+                    let request = bench.request(PROMPT, 3_000);
+                    bench.submit(request);
+                }
+                for _ in 0..200 {
+                    bench.step();
+                }
+                let round = left.min(700);
+                let start = Instant::now();
+                for _ in 0..round {
+                    assert_eq!(bench.step(), RUNNING as usize, "nobody went ahead");
+                }
+                spent += start.elapsed();
+                left -= round;
+                assert!(bench.engine.metrics().forecast_slips > 0);
+            }
+            spent
+        });
+    });
+}
+
 criterion_group!(
     benches,
     steady_decode,
@@ -185,6 +228,7 @@ criterion_group!(
     admit,
     mixed,
     preempt,
-    forecast
+    forecast,
+    blocked_head
 );
 criterion_main!(benches);

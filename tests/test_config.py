@@ -84,6 +84,8 @@ below = "20s"
 [memory]
 admission = "forecast"
 overflow = 0.1
+backfill = "off"
+backfill_candidates = 4
 
 [keys.ops]
 hash = "sha256:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
@@ -141,6 +143,7 @@ def test_every_key_is_read(write):
             },
             default_tenant=TenantConfig(best_class="batch", default_class="batch"),
             shedding=SheddingConfig(above=30, below=20),
+            memory=MemoryConfig(backfill="off", backfill_candidates=4),
             sharing="fair",
             price=PriceConfig(cached=0.25, output=3),
             charge_predicted_output=True,
@@ -166,6 +169,7 @@ def test_every_key_is_read(write):
     assert written["queue"].keys() == set(QUEUE_KEYS), "the test leaves a key out"
     assert written["classes"]["interactive"].keys() == names(ClassConfig)
     assert written["tenants"]["acme"].keys() == names(TenantConfig)
+    assert written["memory"].keys() == names(MemoryConfig)
     assert written["keys"]["ops"].keys() == names(KeyConfig)
 
 
@@ -312,6 +316,12 @@ def test_an_object_that_no_file_can_hold():
         ("[memory]\nadmission = 'no'", r'memory\.admission is "no"; it must be "optimistic" or "r'),
         ("[memory]\noverflow = 0", r"memory\.overflow is 0; it must be more than 0 and at most 0"),
         ("[memory]\noverflow = 0.6", r"memory\.overflow is 0\.6; it must be more than 0 and at"),
+        ("[memory]\nbackfill = 'all'", r'memory\.backfill is "all"; it must be "easy" or "off" or'),
+        (
+            "[memory]\nbackfill_candidates = 0",
+            r"memory\.backfill_candidates is 0; it must be from 1",
+        ),
+        ("[memory]\nbackfil = 1", r"memory\.backfil is no setting; did you mean backfill\? known"),
         ("[engine]\nmax_num_seqs = 0", r"engine\.max_num_seqs is 0; it must be at least 1"),
         ("[engine]\nmax_num_seqs = '0'", r"engine\.max_num_seqs is '0'; it must be an integer"),
         ("[engine]\nmax_num_seqs = 5000", r"engine\.max_num_seqs \(5000\) is above max_num_batch"),

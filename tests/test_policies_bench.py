@@ -29,6 +29,7 @@ CHECKS = {
     "order": 0,
     "memory": 6,
     "governor": 2,
+    "backfill": 4,
 }
 
 

@@ -65,6 +65,7 @@ _HOMES = {
     "Logprob": "outputs",
     "MemoryConfig": "config",
     "OverloadedError": "errors",
+    "MemoryConfig": "config",
     "PolicyConfig": "config",
     "PriceConfig": "config",
     "QueueFullError": "errors",

@@ -40,6 +40,7 @@ OnTimeout = Literal["expire", "promote"]
 OnDoomed = Literal["keep", "relegate", "drop"]
 Sharing = Literal["fcfs", "fair"]
 MemoryAdmission = Literal["optimistic", "reserve", "forecast"]
+Backfill = Literal["easy", "off", "unprotected"]
 Order = Literal["arrival", "shortest", "footprint", "deadline", "prefix"]
 
 DURATION_UNITS = {"us": 1, "ms": 1_000, "s": 1_000_000, "m": 60_000_000, "h": 3_600_000_000}
@@ -150,7 +151,7 @@ class SheddingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConfig:
-    """When there is memory for a newcomer."""
+    """How KV memory is handed out."""
 
     admission: MemoryAdmission = "optimistic"
     """``optimistic``: when its tokens fit now; what grows later may preempt. ``reserve``: when
@@ -159,6 +160,12 @@ class MemoryConfig:
     overflow: float = 0.05
     """Share of admissions, during whose life somebody may be preempted for memory, that
     ``forecast`` aims at; more than 0, at most 0.5."""
+    backfill: Backfill = "easy"
+    """Who may be admitted while the first of the queue does not fit: ``easy``: whoever fits without
+    moving the time at which the first will; ``off``: nobody; ``unprotected``: whoever fits (a
+    baseline: the first can wait for ever)."""
+    backfill_candidates: Count = 16
+    """Most waiting requests behind the first that are looked at in an iteration."""
 
     def __post_init__(self) -> None:
         """Check types."""
@@ -250,7 +257,7 @@ class PolicyConfig:
     preempt_to_admit: bool = True
     """Whether a request of a strictly higher level may preempt to be admitted."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
-    """When there is memory for a newcomer."""
+    """How KV memory is handed out."""
 
     def __post_init__(self) -> None:
         """Check types."""
@@ -476,6 +483,7 @@ _KINDS: dict[str, Callable[[object], object]] = {
     "OnTimeout": _text,
     "OnDoomed": _text,
     "Sharing": _text,
+    "Backfill": _text,
     "Order": _text,
     "MemoryAdmission": _text,
     "Price": _text_or(PriceConfig),

@@ -189,6 +189,10 @@ class Simulation:
     """Largest gap in service, for their weights, between two tenants while both were backlogged; in
     priced tokens, or seconds of the device where the policy prices those."""
     recomputed_tokens: int
+    backfilled: int
+    """Sequences admitted ahead of the first of the queue, which did not fit."""
+    forecast_slips: int
+    """Times that the promised start of the first of the queue was put off."""
     end_s: float
 
     def ended(self, *names: str) -> NDArray[np.bool_]:  # [R]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from simulation.bench import Bench
 from simulation.experiments import (
+    backfill,
     fairness,
     flood,
     governor,
@@ -28,4 +29,5 @@ EXPERIMENTS: dict[str, Callable[[Bench], Report]] = {
     "order": order.run,
     "memory": memory.run,
     "governor": governor.run,
+    "backfill": backfill.run,
 }

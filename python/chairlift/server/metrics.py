@@ -262,6 +262,20 @@ METRICS: tuple[Metric, ...] = (
         of_engine(count("memory_quantile")),
     ),
     Metric(
+        "backfilled_sequences",
+        "counter",
+        "Sequences admitted ahead of the first of the queue, which did not fit.",
+        (),
+        of_engine(count("backfilled")),
+    ),
+    Metric(
+        "forecast_slips",
+        "counter",
+        "Times that the predicted start of the first of the queue was put off.",
+        (),
+        of_engine(count("forecast_slips")),
+    ),
+    Metric(
         "iterations_failed",
         "counter",
         "Iterations that the executor failed.",

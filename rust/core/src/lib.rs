@@ -11,8 +11,9 @@
 //!    ([`waiting::fairness`]) and order ([`waiting::order`]) say who is next. [`Engine::on_time`] expires
 //!    or promotes who has waited too long.
 //! 3. [`Engine::schedule`] decides one iteration: running decodes, then prefill chunks and newcomers,
-//!    the highest level first, within the token budget and the memory. Who needs memory when there is
-//!    none preempts the newest of the lowest level.
+//!    the highest level first, within the token budget and the memory. While the next in the queue does
+//!    not fit, others go ahead that will be out of its way in time. Who needs memory when there is none
+//!    preempts somebody of the lowest level.
 //! 4. The decision is written once as flat arrays: [`iteration::plan`].
 //! 5. An executor, outside, runs the step.
 //! 6. [`Engine::commit`] applies its results: counters, full blocks made findable, text and stop

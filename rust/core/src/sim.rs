@@ -33,7 +33,7 @@ pub use workload::{SimRequest, Workload};
 
 use crate::Engine;
 use crate::config::Settings;
-use crate::config::memory::{MemoryAdmission, MemorySettings};
+use crate::config::memory::{Backfill, MemoryAdmission};
 use crate::config::policy::Policy;
 use crate::error::ConfigError;
 use world::World;
@@ -150,15 +150,12 @@ pub fn capacity<F>(
 where
     F: FnMut(&Engine, &IterationView<'_>) -> ControlFlow<()>,
 {
+    let mut policy = Policy::default();
+    policy.memory.backfill = Backfill::Off; // strictly first come, first served
+    policy.memory.admission = MemoryAdmission::Optimistic;
     let config = SimConfig {
         settings: Settings {
-            policy: Policy {
-                memory: MemorySettings {
-                    admission: MemoryAdmission::Optimistic,
-                    ..MemorySettings::default()
-                },
-                ..Policy::default()
-            },
+            policy,
             max_queued_requests: CAPACITY_REQUESTS as u32,
             max_queued_tokens: None,
             ..config.settings.clone()

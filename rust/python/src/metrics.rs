@@ -55,6 +55,8 @@ impl EngineMetrics {
             ("cached_tokens", core.cached_tokens),
             ("preemptions", core.preemptions),
             ("recomputed_tokens", core.recomputed_tokens),
+            ("backfilled", core.backfilled),
+            ("forecast_slips", core.forecast_slips),
             ("live", core.live),
             ("queued", core.queued),
             ("queued_tokens", core.queued_tokens),

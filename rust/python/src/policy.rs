@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use chairlift_core::config::memory::{MemoryAdmission, MemorySettings};
+use chairlift_core::config::memory::{Backfill, MemoryAdmission, MemorySettings};
 use chairlift_core::config::pace::Pace;
 use chairlift_core::config::policy::{
     ClassSettings, Join, OnDoomed, OnTimeout, Order, Policy, Price, Sharing, Shedding,
@@ -90,6 +90,8 @@ struct SheddingView {
 struct MemoryView {
     admission: String,
     overflow: f64,
+    backfill: String,
+    backfill_candidates: u32,
 }
 
 #[derive(FromPyObject)]
@@ -145,14 +147,7 @@ pub fn read_policy(config: &Bound<'_, PyAny>) -> PyResult<Policy> {
             below_us: microseconds(shedding.below),
         }),
         preempt_to_admit: view.preempt_to_admit,
-        memory: MemorySettings {
-            admission: choose(
-                "memory.admission",
-                &view.memory.admission,
-                &MEMORY_ADMISSION,
-            )?,
-            overflow: view.memory.overflow,
-        },
+        memory: read_memory(&view.memory)?,
         pace: Pace {
             governor: view.pace.governor,
             iteration_target_us: view.pace.iteration_target.map(microseconds),
@@ -169,6 +164,11 @@ const ORDER: [(&str, Order); 5] = [
     ("footprint", Order::Footprint),
     ("deadline", Order::Deadline),
     ("prefix", Order::Prefix),
+];
+const BACKFILL: [(&str, Backfill); 3] = [
+    ("easy", Backfill::Easy),
+    ("off", Backfill::Off),
+    ("unprotected", Backfill::Unprotected),
 ];
 const JOIN: [(&str, Join); 2] = [("continuous", Join::Continuous), ("static", Join::Static)];
 const MEMORY_ADMISSION: [(&str, MemoryAdmission); 3] = [
@@ -205,6 +205,15 @@ fn choose<T: Copy>(key: &str, name: &str, choices: &[(&str, T)]) -> PyResult<T> 
         value: format!("\"{}\"", name.escape_default()),
         allowed: format!("{}{or_table}", known.join(" or ")),
     }))
+}
+
+fn read_memory(view: &MemoryView) -> PyResult<MemorySettings> {
+    Ok(MemorySettings {
+        admission: choose("memory.admission", &view.admission, &MEMORY_ADMISSION)?,
+        overflow: view.overflow,
+        backfill: choose("memory.backfill", &view.backfill, &BACKFILL)?,
+        backfill_candidates: view.backfill_candidates,
+    })
 }
 
 fn read_class(name: String, view: &ClassView) -> PyResult<ClassSettings> {

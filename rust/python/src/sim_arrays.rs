@@ -63,6 +63,8 @@ pub fn to_arrays<'py>(py: Python<'py>, outcome: &SimOutcome) -> PyResult<Bound<'
     write(&result, "gap_s", "float32", gaps)?;
     write_services(&result, outcome)?;
     result.set_item("recomputed_tokens", outcome.recomputed_tokens)?;
+    result.set_item("backfilled", outcome.backfilled)?;
+    result.set_item("forecast_slips", outcome.forecast_slips)?;
     result.set_item("end_s", seconds(outcome.end_us))?;
     Ok(result)
 }

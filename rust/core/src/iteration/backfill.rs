@@ -9,7 +9,8 @@
 //!
 //! Predictions can be wrong. A start that has to be put off is counted as a forecast slip. And guests are
 //! there by the head's leave: they preempt nobody, they give memory up before everybody else, and as soon
-//! as the head would fit without them, they go. So the head never waits for a guest.
+//! as the head would fit without them, they go. So the head never waits for a guest. Who was preempted goes
+//! ahead of nobody, so that is lost once at most.
 //!
 //! Nothing is computed while the head fits, nobody is behind it, or no memory is free for anybody. The
 //! curve is kept while the running set and the predictions for it stay what they were.
@@ -26,6 +27,9 @@ use crate::request::SequenceKey;
 use crate::waiting::queue::{Arrival, Behind, Next, Standing};
 use crate::waiting::tenants::TenantKey;
 
+/// How many times as long as predicted a guest may run and be out of the head's way in time.
+const CAUTION: u32 = 2;
+
 /// The reservation, and what it is computed from.
 #[derive(Default)]
 pub(crate) struct Backfilling {
@@ -40,6 +44,8 @@ pub(crate) struct Backfilling {
 struct Reservation {
     head: SequenceKey,
     arrival: Arrival,
+    /// From which iteration on it did not fit.
+    since: u64,
     /// The iteration at which it will fit; none once somebody more important was admitted first.
     start: Option<u64>,
 }
@@ -47,8 +53,8 @@ struct Reservation {
 impl Backfilling {
     /// Whether a running sequence is there by leave of the head that waits.
     pub(crate) fn is_guest(&self, sequence: &Sequence) -> bool {
-        let head = self.reservation.as_ref().map(|head| head.arrival.request);
-        sequence.guest_of.is_some() && sequence.guest_of == head
+        let since = self.reservation.as_ref().map(|head| head.since);
+        since.is_some_and(|since| sequence.is_guest_since(since))
     }
 
     /// Whether a waiting sequence has the reservation.
@@ -82,17 +88,30 @@ impl Scheduler<'_> {
 
     /// Who is next: the queue's next, or the head with the reservation if the other is not more important.
     pub(crate) fn next_in_line(&mut self) -> Option<Next> {
-        let next = self.ledger.queue.peek()?;
-        let Next::Fresh(first, level, _) = next else {
+        let mut next = self.ledger.queue.peek()?;
+        if self.mode() != Backfill::Easy {
+            return Some(next);
+        }
+        if let Next::Returning(key, level) = next {
+            // A guest that was preempted is behind whom it was let in ahead of, as before.
+            let sequence = &self.ledger.sequences[key.0];
+            let first = self.ledger.queue.peek_fresh(level);
+            let since = first.and_then(|first| self.blocked_since(first.sequence()));
+            match first {
+                Some(first) if since.is_some_and(|since| sequence.is_guest_since(since)) => {
+                    next = first;
+                }
+                _ => return Some(next),
+            }
+        }
+        let (Next::Fresh(_, level, _), Some(head)) = (next, &self.lane.backfill.reservation) else {
             return Some(next);
         };
-        let state = &self.lane.backfill;
-        match &state.reservation {
-            Some(head) if head.head != first && self.mode() == Backfill::Easy => {
-                Some(self.as_next_of(head, level).unwrap_or(next))
-            }
-            _ => Some(next),
-        }
+        Some(self.as_next_of(head, level).unwrap_or(next))
+    }
+
+    fn blocked_since(&self, key: SequenceKey) -> Option<u64> {
+        self.ledger.sequences[key.0].blocked_since
     }
 
     fn mode(&self) -> Backfill {
@@ -102,18 +121,18 @@ impl Scheduler<'_> {
     /// A reserved head as the next of `level`, if it may be that.
     fn as_next_of(&self, head: &Reservation, level: usize) -> Option<Next> {
         let sequence = self.ledger.sequences.get(head.head.0)?;
-        let entry = &self.ledger.requests[sequence.request.0];
-        let fresh = &entry.waiting.as_ref()?.fresh;
-        if sequence.arrival != head.arrival || fresh.is_aside {
+        if sequence.arrival != head.arrival {
             return None;
         }
+        let entry = &self.ledger.requests[sequence.request.0];
+        let fresh = &entry.waiting.as_ref()?.fresh;
         let is_held = self.ledger.tenants.get(entry.tenant).held_since.is_some();
         let stands = match fresh.standing {
             Standing::Flow => fresh.level == level && !is_held,
             Standing::BestEffort => level + 1 == self.ledger.queue.num_levels(),
             Standing::Promoted => false,
         };
-        stands.then_some(Next::Fresh(head.head, level, fresh.leaf))
+        (stands && !fresh.is_aside).then_some(Next::Fresh(head.head, level, fresh.leaf))
     }
 
     /// Lets others go ahead of `head`, which does not fit.
@@ -124,6 +143,9 @@ impl Scheduler<'_> {
         if mode == Backfill::Off || leaves_together(join) {
             return;
         }
+        let now = self.iteration();
+        let blocked_since = &mut self.ledger.sequences[head.0].blocked_since;
+        *blocked_since = blocked_since.or(Some(now));
         if !self.has_room_for_anybody() || self.ledger.queue.len() == 1 {
             return;
         }
@@ -131,13 +153,14 @@ impl Scheduler<'_> {
         let queue = &self.ledger.queue;
         queue.collect_behind(head, count, &mut state.behind);
         let bounded = self.bounded_tenant(head);
+        let need = self.need_of(head, lack);
         for at in 0..state.behind.found.len() {
             if !self.has_room_for_anybody() {
                 break;
             }
             let next = state.behind.found[at];
             if self.may_join_now(next, bounded) {
-                self.offer(&mut state, head, lack, next, handed);
+                self.offer(&mut state, (head, need), next, handed);
             }
         }
         self.lane.backfill = state;
@@ -164,9 +187,6 @@ impl Scheduler<'_> {
     fn may_join_now(&self, next: Next, bounded: Option<TenantKey>) -> bool {
         let request = self.ledger.sequences[next.sequence().0].request;
         let entry = &self.ledger.requests[request.0];
-        if matches!(next, Next::Returning(..)) {
-            return true; // it counts as running already
-        }
         let tenant = self.ledger.tenants.get(entry.tenant);
         bounded != Some(entry.tenant)
             && !tenant.is_busy(entry.request.sampling.n)
@@ -177,13 +197,12 @@ impl Scheduler<'_> {
     fn offer(
         &mut self,
         state: &mut Backfilling,
-        head: SequenceKey,
-        lack: Lack,
+        (head, need): (SequenceKey, Need),
         next: Next,
         handed: &mut Handed,
     ) {
         let key = next.sequence();
-        if let Next::Returning(_, level) | Next::Fresh(_, level, _) = next {
+        if let Next::Fresh(_, level, _) = next {
             self.schedule_chunks(level);
         }
         if self.budget == 0 || self.is_too_many(next, key) {
@@ -194,7 +213,7 @@ impl Scheduler<'_> {
         };
         let is_easy = self.mode() == Backfill::Easy;
         if is_easy {
-            let start = self.promise(state, head, lack);
+            let start = self.promise(state, head, need);
             if !self.is_out_of_the_way(state, key, cached, start) {
                 return;
             }
@@ -209,25 +228,25 @@ impl Scheduler<'_> {
         if let Some(leaf) = is_first {
             self.ledger.queue.left(leaf, true);
         }
-        let number = self.ledger.sequences[head.0].arrival.request;
-        self.ledger.sequences[key.0].guest_of = is_easy.then_some(number);
+        self.ledger.sequences[key.0].is_guest = is_easy;
         self.ledger.counters.backfilled += 1;
         self.start_newcomer(next, key, chunk, handed);
     }
 
     /// The iteration at which the head will fit: from the first time on at which somebody could go ahead of
     /// it, it has a reservation for that.
-    fn promise(&mut self, state: &mut Backfilling, head: SequenceKey, lack: Lack) -> u64 {
+    fn promise(&mut self, state: &mut Backfilling, head: SequenceKey, need: Need) -> u64 {
         self.refresh_curve(state);
-        let start = state.curve.reserve(self.need_of(head, lack));
-        let arrival = self.ledger.sequences[head.0].arrival;
+        let start = state.curve.reserve(need);
+        let sequence = &self.ledger.sequences[head.0];
         let known = state.reservation.take().filter(|known| known.head == head);
         if known.is_some_and(|known| known.start.is_some_and(|promised| promised < start)) {
             self.ledger.counters.forecast_slips += 1;
         }
         state.reservation = Some(Reservation {
             head,
-            arrival,
+            arrival: sequence.arrival,
+            since: sequence.blocked_since.unwrap_or(self.iteration()),
             start: Some(start),
         });
         start
@@ -305,7 +324,7 @@ impl Scheduler<'_> {
             sequence.table.blocks().len() as u32
         };
         let own = Occupant {
-            ends_at: self.predicted_end(key, sequence),
+            ends_at: self.end_after(sequence, self.ledger.predicted_remaining(key)),
             tokens: sequence.num_tokens(),
             held,
             rows: sequence.num_rows(),
@@ -337,9 +356,10 @@ impl Scheduler<'_> {
         } else {
             self.limits.blocks_for(sequence.num_tokens()) - shared
         };
+        let output = CAUTION * self.ledger.predicted_remaining(key);
         Candidate {
             occupant: Occupant {
-                ends_at: self.predicted_end(key, sequence),
+                ends_at: self.end_after(sequence, output.min(most_output)),
                 tokens: sequence.num_tokens(),
                 held,
                 rows: sequence.num_rows(),
@@ -348,9 +368,9 @@ impl Scheduler<'_> {
         }
     }
 
-    /// The first iteration that a sequence which runs in this one is not in any more.
-    fn predicted_end(&self, key: SequenceKey, sequence: &Sequence) -> u64 {
-        let output = self.ledger.predicted_remaining(key);
+    /// The first iteration that a sequence which runs in this one is not in any more, if so many output
+    /// tokens are to come.
+    fn end_after(&self, sequence: &Sequence, output: u32) -> u64 {
         self.iteration() + self.chunks_before_output(sequence) + u64::from(output)
     }
 

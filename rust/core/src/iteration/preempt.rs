@@ -93,16 +93,17 @@ pub(crate) fn choose_victims_for(
 ) -> Option<Vec<SequenceKey>> {
     // What a victim shares with the newcomer is no gain: the newcomer takes it.
     let state = &ledger.sequences[newcomer.0];
-    let (number, cached) = (
-        state.arrival.request,
-        &state.chain[..lack.num_cached_blocks as usize],
-    );
+    let cached = &state.chain[..lack.num_cached_blocks as usize];
+    let is_guest = |sequence: &Sequence| {
+        let since = state.blocked_since;
+        since.is_some_and(|since| sequence.is_guest_since(since))
+    };
     let shared = |sequence: &Sequence| {
         let pairs = sequence.chain.iter().zip(cached);
         pairs.take_while(|(own, cached)| own == cached).count()
     };
     let may_go = |sequence: &Sequence| {
-        (level.is_some_and(|level| sequence.level > level) || sequence.guest_of == Some(number))
+        (level.is_some_and(|level| sequence.level > level) || is_guest(sequence))
             && sequence.finished.is_none()
             && sequence.joined_at_step < lane.step.number + 1
             && preemptions(ledger, sequence) < MAX_PREEMPTIONS
@@ -116,7 +117,7 @@ pub(crate) fn choose_victims_for(
     candidates.sort_by_key(|(_, sequence)| {
         (
             sequence.is_protected(),
-            sequence.guest_of != Some(number),
+            !is_guest(sequence),
             Reverse(sequence.level),
             sequence.num_computed_tokens,
             Reverse(sequence.arrival),
@@ -160,7 +161,6 @@ pub(crate) fn preempt(
     let sequence = &mut ledger.sequences[key.0];
     let life = sequence.life.take();
     let granted = sequence.num_scheduled_tokens;
-    sequence.guest_of = None;
     sequence.reset_for_recompute(limits.block_size());
     let work = Work {
         units: 0,

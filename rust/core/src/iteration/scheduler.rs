@@ -483,6 +483,8 @@ impl Scheduler<'_> {
         write_resets(self.plan, &entry.request, sequence);
 
         sequence.joined_at_step = self.lane.step.number + 1;
+        sequence.blocked_since = None;
+        sequence.is_guest = false;
         sequence.num_computed_tokens = cached.num_blocks * block_size;
         sequence.num_published_blocks = cached.num_blocks;
         sequence.num_shared_blocks = cached.num_blocks;

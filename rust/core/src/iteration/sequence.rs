@@ -134,8 +134,10 @@ pub(crate) struct Sequence {
     pub(crate) num_shared_blocks: u32,
     /// Its life since it took memory.
     pub(crate) life: Option<Life>,
-    /// Number of the request that it was let in ahead of, on the promise to be out of its way in time.
-    pub(crate) guest_of: Option<u64>,
+    /// Runs ahead of a head that did not fit when it joined, on the promise to be out of its way in time.
+    pub(crate) is_guest: bool,
+    /// The step from which on it was the head that did not fit, since it last ran.
+    pub(crate) blocked_since: Option<u64>,
 }
 
 /// What a sequence begins with.
@@ -197,7 +199,8 @@ impl Sequence {
             joined_at_step: 0,
             num_shared_blocks: 0,
             life: None,
-            guest_of: None,
+            is_guest: false,
+            blocked_since: None,
             finished: None,
         }
     }
@@ -222,6 +225,11 @@ impl Sequence {
     /// Tokens whose K and V are still to be computed; at least one.
     pub(crate) fn num_remaining_tokens(&self) -> u32 {
         self.num_tokens() - self.num_computed_tokens
+    }
+
+    /// Whether it runs by leave of a head that does not fit since step `since`.
+    pub(crate) fn is_guest_since(&self, since: u64) -> bool {
+        self.is_guest && self.joined_at_step >= since
     }
 
     /// Whether the scheduled tokens are the last before the next sample.
@@ -360,7 +368,8 @@ impl Sequence {
             joined_at_step: self.joined_at_step,
             num_shared_blocks: self.num_shared_blocks,
             life: Some(life),
-            guest_of: self.guest_of,
+            is_guest: self.is_guest,
+            blocked_since: None,
             finished: None,
         }
     }

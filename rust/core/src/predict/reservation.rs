@@ -47,7 +47,8 @@ struct Point {
     at: u64,
     /// Free blocks in the iteration before.
     before: i64,
-    /// Free blocks then.
+    /// Free blocks then; of those that end at once, only as many have ended as the head needs. For they
+    /// rarely do, and what is left beside the head is easily thought too much.
     blocks: i64,
     rows: i64,
 }
@@ -84,7 +85,7 @@ impl Curve {
         self.occupants.clear();
         self.occupants.extend(occupants);
         self.occupants
-            .sort_unstable_by_key(|occupant| occupant.ends_at);
+            .sort_unstable_by_key(|occupant| (occupant.ends_at, occupant.held));
         self.fills.clear();
         self.fills.extend(
             self.occupants
@@ -119,19 +120,24 @@ impl Curve {
         let (mut ended, mut freed, mut rows) = (0, 0, self.free_rows);
         while let Some(&Occupant { ends_at: at, .. }) = self.occupants.get(ended) {
             let before = self.free_at(at.saturating_sub(1), ended, freed);
+            let (mut blocks, mut fits) = (0, false);
             while let Some(occupant) = self.occupants.get(ended).filter(|o| o.ends_at == at) {
                 freed += i64::from(occupant.held);
                 rows += i64::from(occupant.rows);
                 ended += 1;
+                blocks = self.free_at(at, ended, freed);
+                fits = blocks >= i64::from(self.need.blocks) && rows >= i64::from(self.need.rows);
+                if fits {
+                    break;
+                }
             }
-            let blocks = self.free_at(at, ended, freed);
             self.points.push(Point {
                 at,
                 before,
                 blocks,
                 rows,
             });
-            if blocks >= i64::from(self.need.blocks) && rows >= i64::from(self.need.rows) {
+            if fits {
                 return;
             }
         }
@@ -264,7 +270,7 @@ mod tests {
         };
         let mut moved = 0;
         for _ in 0..2_000 {
-            let running: Vec<Occupant> = (0..1 + random(6))
+            let running: Vec<Occupant> = (0..=random(6))
                 .map(|_| occupant(11 + u64::from(random(30)), 1 + random(20)))
                 .collect();
             let (blocks, wanted) = (random(12), need(8 + random(10)));

@@ -131,6 +131,10 @@ pub struct SimOutcome {
     pub services: Vec<ServiceSample>,
     /// Tokens that were computed, lost in a preemption, and had to be computed again.
     pub recomputed_tokens: u64,
+    /// Sequences admitted ahead of the first of the queue.
+    pub backfilled: u64,
+    /// Times that the promised start of the first of the queue was put off.
+    pub forecast_slips: u64,
     /// When the last thing happened, in microseconds.
     pub end_us: u64,
 }

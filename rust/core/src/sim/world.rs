@@ -134,6 +134,8 @@ impl<'a> World<'a> {
             records: self.clients.records,
             gaps: self.clients.gaps,
             recomputed_tokens: self.engine.metrics().recomputed_tokens,
+            backfilled: self.engine.metrics().backfilled,
+            forecast_slips: self.engine.metrics().forecast_slips,
             end_us: self.now_us,
             ..self.outcome
         }

@@ -439,21 +439,25 @@ impl WaitingQueue {
         if let Some((_, &key)) = self.promoted.first_key_value() {
             return Some(Next::Promoted(key));
         }
-        let last = self.levels.len() - 1;
-        for (index, level) in self.levels.iter().enumerate() {
-            if let Some((_, &(key, _))) = level.returning.first_key_value() {
-                return Some(Next::Returning(key, index));
+        (0..self.levels.len()).find_map(|index| {
+            let returning = &self.levels[index].returning;
+            match returning.first_key_value() {
+                Some((_, &(key, _))) => Some(Next::Returning(key, index)),
+                None => self.peek_fresh(index),
             }
-            if index == last {
-                let first = level.fresh.first_key_value();
-                return first.map(|(_, &key)| Next::Fresh(key, index, level.root));
-            }
-            if let Some(leaf) = self.flows.next_leaf(level.root) {
-                let first = self.orders.first(self.flows.waiting(leaf));
-                return first.map(|(_, key)| Next::Fresh(key, index, leaf));
-            }
+        })
+    }
+
+    /// Who is next of the fresh requests of a level.
+    pub fn peek_fresh(&mut self, index: usize) -> Option<Next> {
+        let level = &self.levels[index];
+        if index + 1 == self.levels.len() {
+            let first = level.fresh.first_key_value();
+            return first.map(|(_, &key)| Next::Fresh(key, index, level.root));
         }
-        None
+        let leaf = self.flows.next_leaf(level.root)?;
+        let first = self.orders.first(self.flows.waiting(leaf));
+        first.map(|(_, key)| Next::Fresh(key, index, leaf))
     }
 
     /// The level of the next, which costs less than to say who it is; `None` if nobody is, or if it was

@@ -1,5 +1,6 @@
 //! The scheduler, driven through its facade by a model executor that keeps its own KV memory.
 
+mod backfill;
 mod counts;
 mod fairness;
 mod gate;
@@ -10,6 +11,7 @@ mod memory;
 mod orders;
 mod pace;
 mod predictions;
+mod preemption;
 mod random;
 mod recording;
 mod results;

@@ -18,6 +18,7 @@ fn policy(admission: MemoryAdmission, overflow: f64) -> Policy {
         memory: MemorySettings {
             admission,
             overflow,
+            ..MemorySettings::default()
         },
         ..Policy::default()
     }

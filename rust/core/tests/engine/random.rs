@@ -1,7 +1,7 @@
 //! Random operations on tiny engines: the invariants hold after every one.
 
 use chairlift_core::config::Settings;
-use chairlift_core::config::memory::{MemoryAdmission, MemorySettings};
+use chairlift_core::config::memory::{Backfill, MemoryAdmission, MemorySettings};
 use chairlift_core::config::policy::{
     ClassSettings, Join, OnDoomed, OnTimeout, Order, Policy, Price, Sharing, Shedding,
     TenantSettings,
@@ -23,6 +23,10 @@ fn num_runs() -> u64 {
         runs.parse().expect("CHAIRLIFT_SOAK_RUNS is a number")
     })
 }
+
+/// Most steps in a row without output: the oldest of the highest level that runs is never preempted, and
+/// in that many its prompt is computed, one token at a time; others may come and go before it.
+const LONGEST_STALL: u32 = 120;
 
 const CLASSES: [&str; 3] = ["gold", "silver", "bronze"];
 const TENANTS: [&str; 4] = ["ann", "bob", "cy", "somebody"];
@@ -89,10 +93,17 @@ fn random_policy(random: &mut Random) -> Policy {
         MemoryAdmission::Reserve,
         MemoryAdmission::Forecast,
     ];
+    let modes = [
+        Backfill::Easy,
+        Backfill::Easy,
+        Backfill::Unprotected,
+        Backfill::Off,
+    ];
     policy.memory = MemorySettings {
         admission: admissions[random.within(0, 2) as usize],
         overflow: f64::from(random.within(1, 50)) / 100.0,
-        ..MemorySettings::default()
+        backfill: modes[random.within(0, 3) as usize],
+        backfill_candidates: random.within(1, 4),
     };
     policy
 }
@@ -208,6 +219,10 @@ struct Trace {
     /// Steps under each mode of admission to memory.
     admissions: [u64; 3],
     sla_holds: usize,
+    backfilled: u64,
+    slips: u64,
+    /// Most steps in a row that computed something, but brought no output and no end.
+    longest_stall: u32,
 }
 
 /// A run: random operations on one engine.
@@ -222,6 +237,8 @@ pub struct Run {
     in_flight: bool,
     pub steps: u32,
     was_reloaded: bool,
+    /// Steps since there was output, or somebody ended or came.
+    stalled: u32,
 }
 
 impl Run {
@@ -250,6 +267,7 @@ impl Run {
             in_flight: false,
             steps: 0,
             was_reloaded: false,
+            stalled: 0,
         }
     }
 
@@ -425,6 +443,14 @@ impl Run {
         let before = self.harness.engine.metrics().output_tokens;
         self.harness.commit();
         let tokens = self.harness.engine.metrics().output_tokens - before;
+        self.stalled = if tokens > 0 { 0 } else { self.stalled + 1 };
+        self.trace.longest_stall = self.trace.longest_stall.max(self.stalled);
+        assert!(
+            self.stalled <= LONGEST_STALL,
+            "seed {}: {} steps and no output",
+            self.seed,
+            self.stalled
+        );
         self.trace.several_tokens += u64::from(tokens > self.harness.plan.num_samples() as u64);
         self.in_flight = false;
     }
@@ -512,6 +538,8 @@ impl Run {
             expired: metrics.expired,
             shed: metrics.shed,
             displaced: metrics.displaced,
+            backfilled: metrics.backfilled,
+            slips: metrics.forecast_slips,
             ..self.trace
         }
     }
@@ -567,6 +595,9 @@ fn invariants_hold_over_random_operations() {
             *total += steps;
         }
         total.sla_holds += trace.sla_holds;
+        total.backfilled += trace.backfilled;
+        total.slips += trace.slips;
+        total.longest_stall = total.longest_stall.max(trace.longest_stall);
     }
     // The scenario really happened, all of it.
     println!("{} steps: {total:?}", runs * u64::from(STEPS_PER_RUN));
@@ -580,6 +611,8 @@ fn invariants_hold_over_random_operations() {
     assert!(total.copies > 100 && total.rejected > 100, "{total:?}");
     assert!(total.broken_results > 100, "{total:?}");
     assert!(total.expired > 500 && total.shed > 100, "{total:?}");
+    assert!(total.backfilled > 200 && total.slips > 20, "{total:?}");
+    assert!(total.longest_stall > 5, "{total:?}");
     assert!(total.displaced > 100 && total.reloads > 100, "{total:?}");
     assert!(
         total.scores > 10_000 && total.several_tokens > 1_000,

@@ -3,7 +3,7 @@
 //! The order among flows depends on what each is charged, and so on who is let in. It is taken as it is
 //! now: of flows that share by service the first request of each in the order of their turns, then the
 //! second of each, and so on; of flows that do not, whoever is first. What is held or set aside is not in
-//! it, as it is not next either.
+//! it, as it is not next either; nor is what was preempted, which has waited for memory in vain before.
 
 use crate::request::SequenceKey;
 use crate::waiting::fairness::FlowKey;
@@ -29,7 +29,7 @@ struct Cursor {
 }
 
 impl WaitingQueue {
-    /// Collects who is next behind `head`, `count` at most.
+    /// Collects who is next behind `head` and never ran, `count` at most.
     pub fn collect_behind(&self, head: SequenceKey, count: usize, behind: &mut Behind) {
         let Behind {
             found,
@@ -49,17 +49,14 @@ impl WaitingQueue {
         }
         let last = self.levels.len() - 1;
         for (index, level) in self.levels.iter().enumerate() {
-            let mut returning = level.returning.values();
-            if returning.any(|&(key, _)| is_enough(Next::Returning(key, index))) {
-                return;
-            }
             if index == last {
                 let mut fresh = level.fresh.values();
                 fresh.any(|&key| is_enough(Next::Fresh(key, index, level.root)));
                 return;
             }
             leaves.clear();
-            self.flows.first_leaves(level.root, count, leaves);
+            // One more than are wanted: the head may be in one of them, alone.
+            self.flows.first_leaves(level.root, count + 1, leaves);
             cursors.clear();
             cursors.extend(leaves.iter().filter_map(|&leaf| self.cursor(leaf)));
             while let Some((sequence, leaf)) = self.advance(cursors) {
@@ -82,9 +79,12 @@ impl WaitingQueue {
 
     /// The next of all the flows looked through.
     fn advance(&self, cursors: &mut Vec<Cursor>) -> Option<(SequenceKey, FlowKey)> {
-        let by_turn = |cursor: &Cursor| match self.by_service {
-            true => (cursor.taken, OrderKey::default()),
-            false => (0, cursor.key),
+        let by_turn = |cursor: &Cursor| {
+            if self.by_service {
+                (cursor.taken, OrderKey::default())
+            } else {
+                (0, cursor.key)
+            }
         };
         let at = (0..cursors.len()).min_by_key(|&at| by_turn(&cursors[at]))?;
         let cursor = &mut cursors[at];
