@@ -111,7 +111,10 @@ impl Scheduler<'_> {
                 debug_assert!(false, "the pool holds one sequence of max_model_len");
                 return;
             };
-            self.ledger.overflow.preempted();
+            let level = |key: SequenceKey| self.ledger.sequences[key.0].level;
+            if level(self.lane.running[victim]) <= level(key) {
+                self.ledger.overflow.preempted();
+            }
             self.budget += preempt(self.ledger, self.lane, victim, self.limits);
             // Try the same sequence again; it moved up if an older one left.
             position -= usize::from(victim < position);
@@ -269,7 +272,7 @@ impl Scheduler<'_> {
                 continue;
             }
             let key = self.choose(next);
-            let admitted = match self.admit(key, Horizon::Future) {
+            let admitted = match self.admit(key, Horizon::Future(self.level_of(next))) {
                 Err(DoesNotFit { lack, .. }) if self.preempt_for(next, key, lack) => {
                     self.admit(key, Horizon::Now)
                 }
@@ -354,17 +357,22 @@ impl Scheduler<'_> {
         best.0
     }
 
+    /// The level below which others give way to the next. Where it waits counts: best effort preempts
+    /// nobody, whatever its class.
+    fn level_of(&self, next: Next) -> usize {
+        match next {
+            Next::Promoted(key) => self.ledger.sequences[key.0].level,
+            Next::Returning(_, level) | Next::Fresh(_, level, _) => level,
+        }
+    }
+
     /// Preempts sequences of lower levels so that a newcomer fits; false, and nothing has changed, if
     /// that would not be enough.
     fn preempt_for(&mut self, next: Next, key: SequenceKey, lack: Lack) -> bool {
         if !self.ledger.rules.policy().preempt_to_admit || lack.blocks + lack.rows == 0 {
             return false;
         }
-        // Where it waits counts: best effort preempts nobody, whatever its class.
-        let level = match next {
-            Next::Promoted(_) => self.ledger.sequences[key.0].level,
-            Next::Returning(_, level) | Next::Fresh(_, level, _) => level,
-        };
+        let level = self.level_of(next);
         let Some(victims) = choose_victims_below(self.ledger, self.lane, key, level, lack) else {
             return false;
         };

@@ -101,7 +101,9 @@ mod tests {
 
     fn future(loads: &[Load], base: u64) -> FuturePeak {
         let mut future = FuturePeak::default();
-        loads.iter().for_each(|&load| future.push(load));
+        for &load in loads {
+            future.push(load);
+        }
         future.settle(base);
         future
     }
