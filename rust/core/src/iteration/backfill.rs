@@ -208,7 +208,7 @@ impl Scheduler<'_> {
         if self.budget == 0 || self.is_too_many(next, key) {
             return;
         }
-        let Ok(cached) = self.find_room(key, Horizon::Future) else {
+        let Ok(cached) = self.find_room(key, Horizon::Future(self.level_of(next))) else {
             return;
         };
         let is_easy = self.mode() == Backfill::Easy;
@@ -222,7 +222,7 @@ impl Scheduler<'_> {
             Next::Fresh(_, _, leaf) => self.ledger.queue.is_first(leaf, key).then_some(leaf),
             _ => None,
         };
-        let Ok(chunk) = self.admit(key, Entrance::AsGuest) else {
+        let Ok(chunk) = self.admit(key, Entrance::AsGuest(self.level_of(next))) else {
             return;
         };
         if let Some(leaf) = is_first {

@@ -3,10 +3,11 @@
 //! `optimistic` looks at now: its tokens, and a watermark (vLLM's rule). `reserve` promises
 //! every answer the blocks of its prompt and its `max_tokens` (Orca, OSDI'22), and admits whom the rest
 //! of the pool can be promised to; only a request whose own answers exceed the pool, which gets it to
-//! itself, ever preempts there, and nobody but itself. `forecast` admits as long as the future peak of
+//! itself, ever preempts for memory there, and nobody but itself. `forecast` admits as long as the future peak of
 //! all (`predict/memory_peak.rs`) fits the pool, where each answer ends at a quantile of what is believed
 //! of its length, and the quantile is steered by how often that went wrong (`predict/overflow.rs`).
-//! Whatever the mode, who comes to an empty running set is let in.
+//! Whatever the mode, who comes to an empty running set is let in, and if levels preempt to be admitted,
+//! nobody waits for what lower ones will need: they will give way.
 //!
 //! Blocks that several use count once: `reserve` promises growth, on top of what is in use now, and the
 //! forecast counts what a sequence found in the prefix cache, or shares with siblings, as in use until
@@ -41,18 +42,27 @@ pub(crate) struct DoesNotFit {
 pub(crate) enum Horizon {
     /// Not at all: lower levels gave way for it, and will again.
     Now,
-    /// As the mode of admission says.
-    Future,
+    /// As the mode of admission says; those of levels below this one will give way.
+    Future(usize),
 }
 
 /// The future peak of those that run, and when it was made.
 #[derive(Default)]
 pub(crate) struct Foresight {
     peak: FuturePeak,
-    /// The comings and goings that it knows of, and the step.
-    made_at: Option<(u64, u64)>,
+    made_at: Option<MadeAt>,
     /// Whether what is free now is kept for those that run, and somebody waits for it.
     pub(crate) is_short: bool,
+}
+
+/// What a future peak knows of.
+#[derive(Clone, Copy)]
+struct MadeAt {
+    /// Comings and goings.
+    changes: u64,
+    step: u64,
+    /// Those of levels below it are left out.
+    level: usize,
 }
 
 impl Scheduler<'_> {
@@ -77,12 +87,24 @@ impl Scheduler<'_> {
         } else {
             PrefixMatch::default()
         };
-        let num_rows = sequence.num_rows();
         let lack = Lack {
-            rows: num_rows.saturating_sub(self.lane.rows.num_free()),
-            blocks: self.missing_blocks(key, cached, horizon),
+            rows: sequence
+                .num_rows()
+                .saturating_sub(self.lane.rows.num_free()),
+            blocks: self.missing_now(key, cached),
             num_cached_blocks: cached.num_blocks,
         };
+        if let Horizon::Future(level) = horizon
+            && lack.rows == 0
+            && self.is_short_later(key, cached, level, lack.blocks)
+        {
+            // Whoever gives way has been left out already, so nobody's going would help.
+            let lack = Lack::default();
+            return Err(DoesNotFit {
+                blocked: Blocked::Memory,
+                lack,
+            });
+        }
         let blocked = match lack {
             Lack {
                 rows: 0, blocks: 0, ..
@@ -93,39 +115,65 @@ impl Scheduler<'_> {
         Err(DoesNotFit { blocked, lack })
     }
 
-    /// Blocks that are missing for a sequence of which the prefix cache has so much.
-    fn missing_blocks(&mut self, key: SequenceKey, cached: PrefixMatch, horizon: Horizon) -> u32 {
-        if self.lane.running.is_empty() {
-            return self.missing_now(key, cached, 0);
+    /// Whether a sequence of which the prefix cache has so much lacks memory later, though those of
+    /// levels below `level` give way. Not asked where so many blocks are missing now and nobody gives way.
+    fn is_short_later(
+        &mut self,
+        key: SequenceKey,
+        cached: PrefixMatch,
+        level: usize,
+        missing_now: u32,
+    ) -> bool {
+        let (policy, running) = (self.ledger.rules.policy(), &self.lane.running);
+        let admission = policy.memory.admission;
+        if admission == MemoryAdmission::Optimistic || running.is_empty() {
+            return false;
         }
-        let missing = self.missing_now(key, cached, self.limits.watermark_blocks());
-        let later = match self.ledger.rules.policy().memory.admission {
-            MemoryAdmission::Optimistic => return missing,
-            MemoryAdmission::Reserve => self.missing_for_good(key, cached),
-            MemoryAdmission::Forecast if missing > 0 || horizon == Horizon::Now => return missing,
-            MemoryAdmission::Forecast => self.missing_at_the_peak(key, cached),
+        let is_lower = |key: &SequenceKey| self.ledger.sequences[key.0].level > level;
+        let level = if policy.preempt_to_admit && running.iter().any(is_lower) {
+            level
+        } else if missing_now > 0 {
+            return false;
+        } else {
+            usize::MAX
         };
-        if later > 0 {
+        let is_short = match admission {
+            MemoryAdmission::Reserve => !self.can_promise(key, cached, level),
+            _ => self.exceeds_at_the_peak(key, cached, level),
+        };
+        if is_short {
             self.ledger.overflow.refused();
             self.lane.foresight.is_short = true;
         }
-        later
+        is_short
     }
 
-    /// Blocks missing for the tokens that there are, above a watermark.
-    fn missing_now(&self, key: SequenceKey, cached: PrefixMatch, watermark: u32) -> u32 {
+    /// Blocks missing for the tokens that there are, above a watermark where somebody runs.
+    fn missing_now(&self, key: SequenceKey, cached: PrefixMatch) -> u32 {
+        let watermark = if self.lane.running.is_empty() {
+            0
+        } else {
+            self.limits.watermark_blocks()
+        };
         let num_tokens = self.ledger.sequences[key.0].num_tokens();
         // One token more than there is: the first decode must not have to preempt somebody.
         let needed = self.limits.blocks_for(num_tokens + 1) - cached.num_blocks + cached.num_parked;
         (needed + watermark).saturating_sub(self.lane.pool.available())
     }
 
-    /// Blocks missing for all that it and those that run may grow to.
-    fn missing_for_good(&self, key: SequenceKey, cached: PrefixMatch) -> u32 {
-        let promised = |key: &SequenceKey| self.growth(&self.ledger.sequences[key.0]);
-        let promised: u32 = self.lane.running.iter().map(promised).sum();
+    /// Whether there are blocks for all that it and those that run, of a level and above, may grow to.
+    fn can_promise(&self, key: SequenceKey, cached: PrefixMatch, level: usize) -> bool {
+        let (mut promised, mut free) = (0, self.lane.pool.available());
+        for key in &self.lane.running {
+            let sequence = &self.ledger.sequences[key.0];
+            if sequence.level <= level {
+                promised += self.growth(sequence);
+            } else {
+                free += sequence.table.blocks().len() as u32 - sequence.num_shared_blocks;
+            }
+        }
         let needed = self.growth(&self.ledger.sequences[key.0]) - cached.num_blocks;
-        (promised + needed + cached.num_parked).saturating_sub(self.lane.pool.available())
+        promised + needed + cached.num_parked <= free
     }
 
     /// Blocks that a sequence, and its siblings that are not born yet, may still ask for.
@@ -142,22 +190,25 @@ impl Scheduler<'_> {
         (most + copied).saturating_sub(held) + sequence.num_unborn * (most - shared)
     }
 
-    /// Blocks by which the future peak with a newcomer exceeds the pool.
-    fn missing_at_the_peak(&mut self, key: SequenceKey, cached: PrefixMatch) -> u32 {
-        self.foresee();
-        let (load, base) = self.load_of_newcomer(key, cached);
-        let peak = self.lane.foresight.peak.peak_with(load, base);
-        let block_size = u64::from(self.limits.block_size());
-        let pool = u64::from(self.limits.num_kv_blocks()) * block_size;
-        peak.saturating_sub(pool).div_ceil(block_size) as u32
+    /// Whether the future peak of a newcomer and of those of a level and above exceeds the pool.
+    fn exceeds_at_the_peak(&mut self, key: SequenceKey, cached: PrefixMatch, level: usize) -> bool {
+        self.foresee(level);
+        let (load, revived) = self.load_of_newcomer(key, cached);
+        let peak = self.lane.foresight.peak.peak_with(load, revived);
+        let limits = self.limits;
+        peak > u64::from(limits.num_kv_blocks()) * u64::from(limits.block_size())
     }
 
-    /// Makes the future peak of those that run, unless it is at hand.
-    fn foresee(&mut self) {
+    /// Makes the future peak of those of a level and above, unless it is at hand.
+    fn foresee(&mut self, level: usize) {
         let limits = self.limits;
         let (changes, step) = (self.ledger.overflow.changes(), self.lane.step.number);
         let foresight = &mut self.lane.foresight;
-        let is_fresh = |(seen, at)| seen == changes && step - at < u64::from(limits.block_size());
+        let is_fresh = |made_at: MadeAt| {
+            let age = step - made_at.step;
+            (made_at.changes, made_at.level) == (changes, level)
+                && age < u64::from(limits.block_size())
+        };
         if foresight.made_at.is_some_and(is_fresh) {
             return;
         }
@@ -166,20 +217,25 @@ impl Scheduler<'_> {
         let mut freed_blocks = 0;
         for key in &self.lane.running {
             let sequence = &self.ledger.sequences[key.0];
-            if sequence.finished.is_none() {
-                let shared = sequence.num_shared_blocks;
+            if sequence.finished.is_some() {
+                continue;
+            }
+            let shared = sequence.num_shared_blocks;
+            freed_blocks += sequence.table.blocks().len() as u32 - shared;
+            if sequence.level <= level {
                 let remaining = self.ledger.remaining_at(sequence, quantile);
-                foresight
-                    .peak
-                    .push(load_of(sequence, shared, remaining, limits));
-                freed_blocks += sequence.table.blocks().len() as u32 - shared;
+                let load = load_of(sequence, shared, remaining, limits);
+                foresight.peak.push(load);
             }
         }
         let kept_blocks = self.lane.pool.usage().used.saturating_sub(freed_blocks);
-        foresight
-            .peak
-            .settle(u64::from(kept_blocks) * u64::from(limits.block_size()));
-        foresight.made_at = Some((changes, step));
+        let base = u64::from(kept_blocks) * u64::from(limits.block_size());
+        foresight.peak.settle(base);
+        foresight.made_at = Some(MadeAt {
+            changes,
+            step,
+            level,
+        });
     }
 
     /// What a newcomer adds to the future, and the tokens that it puts to use again for good.
@@ -196,11 +252,16 @@ impl Scheduler<'_> {
     pub(crate) fn has_joined(&mut self, key: SequenceKey, cached: PrefixMatch) {
         let before = self.ledger.overflow.changes();
         self.ledger.sequences[key.0].life = Some(self.ledger.overflow.begin());
-        let made_at = self.lane.foresight.made_at;
-        if let Some((_, step)) = made_at.filter(|&(changes, _)| changes == before) {
+        let made_at = self.lane.foresight.made_at.take();
+        let level = self.ledger.sequences[key.0].level;
+        let knows = |at: &MadeAt| at.changes == before && level <= at.level;
+        if let Some(made_at) = made_at.filter(knows) {
             let (load, revived) = self.load_of_newcomer(key, cached);
             self.lane.foresight.peak.insert(load, revived);
-            self.lane.foresight.made_at = Some((self.ledger.overflow.changes(), step));
+            self.lane.foresight.made_at = Some(MadeAt {
+                changes: self.ledger.overflow.changes(),
+                ..made_at
+            });
         }
     }
 }

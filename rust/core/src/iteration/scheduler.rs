@@ -43,12 +43,12 @@ pub(crate) struct Scheduler<'a> {
 /// How a newcomer comes in.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Entrance {
-    /// It is the next in the queue.
-    InTurn,
+    /// It is the next in the queue, and those below this level would give way to it.
+    InTurn(usize),
     /// Others gave way for it.
     OverOthers,
-    /// Ahead of the first of the queue, for as long as that does not fit.
-    AsGuest,
+    /// Ahead of the first of the queue, for as long as that does not fit; of this level.
+    AsGuest(usize),
 }
 
 /// What newcomers were given.
@@ -142,7 +142,10 @@ impl Scheduler<'_> {
                 debug_assert!(false, "the pool holds one sequence of max_model_len");
                 return;
             };
-            self.ledger.overflow.preempted();
+            let level = |key: SequenceKey| self.ledger.sequences[key.0].level;
+            if level(self.lane.running[victim]) <= level(key) {
+                self.ledger.overflow.preempted();
+            }
             self.budget += preempt(self.ledger, self.lane, victim, self.limits);
             // Try the same sequence again; it moved up if an older one left.
             position -= usize::from(victim < position);
@@ -313,7 +316,8 @@ impl Scheduler<'_> {
             if self.is_too_many(next, key) {
                 return Some(Blocked::Sla);
             }
-            let admitted = match self.admit(key, Entrance::InTurn) {
+            let level = self.level_of(next);
+            let admitted = match self.admit(key, Entrance::InTurn(level)) {
                 Err(DoesNotFit { lack, .. }) if self.preempt_for(next, key, lack) => {
                     self.admit(key, Entrance::OverOthers)
                 }
@@ -427,6 +431,15 @@ impl Scheduler<'_> {
         !self.lane.running.is_empty() && self.lane.governor.holds(newcomer, level)
     }
 
+    /// The level below which others give way to the next. Where it waits counts: best effort preempts
+    /// nobody, whatever its class.
+    pub(crate) fn level_of(&self, next: Next) -> usize {
+        match next {
+            Next::Promoted(key) => self.ledger.sequences[key.0].level,
+            Next::Returning(_, level) | Next::Fresh(_, level, _) => level,
+        }
+    }
+
     /// Preempts a newcomer's guests, and sequences of lower levels, so that it fits; false, and nothing
     /// has changed, if that would not be enough.
     fn preempt_for(&mut self, next: Next, key: SequenceKey, lack: Lack) -> bool {
@@ -434,12 +447,7 @@ impl Scheduler<'_> {
         if !(below || self.lane.backfill.is_head(key)) || lack.blocks + lack.rows == 0 {
             return false;
         }
-        // Where it waits counts: best effort preempts nobody, whatever its class.
-        let level = match next {
-            Next::Promoted(_) => self.ledger.sequences[key.0].level,
-            Next::Returning(_, level) | Next::Fresh(_, level, _) => level,
-        };
-        let level = below.then_some(level);
+        let level = below.then(|| self.level_of(next));
         let Some(victims) = choose_victims_for(self.ledger, self.lane, key, level, lack) else {
             return false;
         };
@@ -461,10 +469,10 @@ impl Scheduler<'_> {
         let limits = self.limits;
         let horizon = match entrance {
             Entrance::OverOthers => Horizon::Now,
-            Entrance::InTurn | Entrance::AsGuest => Horizon::Future,
+            Entrance::InTurn(level) | Entrance::AsGuest(level) => Horizon::Future(level),
         };
         let cached = self.find_room(key, horizon)?;
-        let is_guest = entrance == Entrance::AsGuest;
+        let is_guest = matches!(entrance, Entrance::AsGuest(_));
         self.ledger.leave_queue(key, is_guest, self.now);
         let sequence = &mut self.ledger.sequences[key.0];
         let entry = &mut self.ledger.requests[sequence.request.0];

@@ -11,6 +11,7 @@ use chairlift_core::sim::{
 };
 
 use crate::harness::{Harness, Random, exact, request, ticket};
+use crate::levels::two_levels;
 use crate::scenarios::settings;
 
 fn policy(admission: MemoryAdmission, overflow: f64) -> Policy {
@@ -260,4 +261,31 @@ fn the_realised_overflow_meets_the_target_and_does_again_after_a_shift() {
             assert!(error < 0.02, "target {target}: {share}");
         }
     }
+}
+
+#[test]
+fn a_higher_level_takes_what_is_only_foreseen_to_be_needed() {
+    let mut policy = two_levels();
+    policy.memory.admission = MemoryAdmission::Forecast;
+    let mut harness = Harness::new(Settings {
+        policy,
+        ..tight(MemoryAdmission::Forecast, 40)
+    });
+    // Nothing is known yet, so each may well write all of its 60 tokens: two of them fill 32 blocks.
+    for id in 1..=3 {
+        harness.submit_for("ann", "low", exact(id, 4, 60, 1_000));
+    }
+    harness.step();
+    assert_eq!(harness.engine.metrics().running_sequences, 2);
+    harness.submit_for("ann", "high", exact(4, 4, 60, 1_000));
+    harness.step();
+    assert_eq!(harness.client(4).scheduled, 1, "there is memory for it now");
+    harness.submit_for("ann", "high", exact(5, 4, 60, 1_000));
+    harness.step();
+    assert_eq!(harness.client(5).scheduled, 1, "the two will fit");
+    harness.submit_for("ann", "high", exact(6, 4, 60, 1_000));
+    harness.step();
+    assert_eq!(harness.client(6).scheduled, 0, "three of them will not");
+    harness.run_to_end();
+    assert!(harness.engine.metrics().preemptions > 0, "the low gave way");
 }
