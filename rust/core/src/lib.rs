@@ -21,10 +21,10 @@
 //! 7. [`Engine::outputs`] holds what the clients want to know, one batch an iteration ([`output`]).
 //!
 //! [`sim`] drives all this under a virtual clock, to see what a policy does before anybody is served by
-//! it. [`record`] writes down what an engine is told, so that all of it can happen again.
+//! it. The module `record` (feature `record`) writes down what an engine is told, so that all of it can happen again.
 //!
-//! Modules use only what stands below them: record, sim, engine, iteration, waiting, predict, memory, and the
-//! ground floor (config, error, request, output, text, metrics).
+//! Modules use only what stands below them: record, sim, engine, iteration, waiting, predict, memory,
+//! and the ground floor (config, error, request, output, text, metrics).
 #![forbid(unsafe_code)]
 
 pub mod config;

@@ -388,3 +388,41 @@ fn what_was_recorded_can_be_simulated() {
         .collect();
     assert_eq!(names.len(), 1, "one prompt, one chain of names");
 }
+
+#[test]
+fn segments_replay_in_a_row_and_their_ends_are_told_without_a_replay() {
+    let mut harness = Harness::recorded(Settings::default());
+    harness.submit(exact(1, 10, 3, 100));
+    harness.run_to_end();
+    let first = take_log(&mut harness);
+    let recorder = harness.engine.recorder().expect("it is recorded");
+    assert_eq!(recorder.begin_segment(), 1);
+    let split = harness.now;
+    harness.submit(exact(2, 12, 4, 100));
+    harness.run_to_end();
+    let second = take_log(&mut harness);
+
+    // The records of both behind the first header are one log.
+    let (header, begin) = header_of(&second);
+    assert_eq!((header.segment, header.base), (1, split));
+    let joined = [&first[..], &second[begin..]].concat();
+    let (_, same) = replay(&joined, None);
+    same.expect("the same");
+
+    // The second alone says how request 2 went, and nothing of request 1.
+    for (id, output_tokens) in [(1, None), (2, Some(4))] {
+        let mut teller = Storyteller::new(RequestId(id));
+        let mut decoder = Decoder::after(&header);
+        let mut at = begin;
+        while let Some((entry, length)) = decoder.decode(&second[at..]).expect("a whole log") {
+            at += length;
+            teller.hear(decoder.now(), &entry, &header.settings.policy.classes);
+        }
+        let story = teller.finish();
+        let stats = story.and_then(|story| story.stats);
+        assert_eq!(stats.map(|stats| stats.num_output_tokens), output_tokens);
+        if let Some(stats) = stats {
+            assert!(stats.arrival >= split && stats.finished > stats.arrival);
+        }
+    }
+}
