@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from chairlift.testing import ScriptedExecutor
+from chairlift.testing import ByteTokenizer, ScriptedExecutor
 
 
 class Slow(ScriptedExecutor):
@@ -53,6 +53,23 @@ class Hanging(Slow):
         if plan.num_decodes == 4:
             time.sleep(3_600)
         return super().execute(plan)
+
+
+class Sleepy(ByteTokenizer):
+    """Does not come back from a long text."""
+
+    def encode(self, text, add_special_tokens=True):
+        if len(text) > 1_000:
+            time.sleep(3_600)
+        return super().encode(text, add_special_tokens)
+
+
+class Tokenising(Slow):
+    """Has such a tokenizer."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.tokenizer = Sleepy()
 
 
 class Endless(ScriptedExecutor):

@@ -18,7 +18,7 @@ from chairlift.server.generation import Generation
 from chairlift.server.protocol import CompletionRequest
 from chairlift.server.service import Service
 from chairlift.server.settings import ServerSettings
-from chairlift.testing import ScriptedExecutor
+from chairlift.testing import ByteTokenizer, ScriptedExecutor
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -394,6 +394,36 @@ class TestTheDrain:
             chunks = events(body_of(read_all(sock)))
         assert len(chunks) > 10
         assert chunks[-1]["error"]["code"] == "draining"
+        server.join()
+        assert server.exit_code == 0
+
+    @pytest.mark.parametrize("sent", [1.0, 0.5])
+    def test_a_short_request(self, start_server, sent):
+        """Also what never comes to the engine has its end: in time, and in the same words."""
+        is_open, entered = threading.Event(), threading.Event()
+
+        class Stuck(ByteTokenizer):
+            def encode(self, text, add_special_tokens=True):
+                entered.set()
+                assert is_open.wait(LONG)
+                return super().encode(text, add_special_tokens)
+
+        server = start_server(
+            ScriptedExecutor(), tokenizer=Stuck(), settings={"shutdown_grace": 0.1}
+        )
+        request = http_post("/tokenize", {"prompt": "x" * 100})
+        with server.raw(request[: int(len(request) * sent)]) as sock:
+            if sent == 1:
+                assert entered.wait(LONG)
+            else:
+                assert server.client.get("/health").status_code == 200  # it is being read
+            server.drain()
+            answer = b""
+            while part := sock.recv(4_096):
+                answer += part
+        is_open.set()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b'"code": "draining"' in answer
         server.join()
         assert server.exit_code == 0
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -51,6 +52,23 @@ def test_the_grace_time_and_a_second_signal():
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         assert finished(process)[0] == 128 + signal.SIGTERM
+
+
+def test_a_text_that_is_being_tokenised_does_not_keep_it():
+    """C33: the client is told, and the process ends, whatever its threads do."""
+    with serving("--shutdown-grace", "200ms", executor="Tokenising") as (process, url):
+        with ThreadPoolExecutor(1) as pool:
+            body = {"prompt": "x" * 2_000}
+            asked = pool.submit(httpx.post, url.join("/tokenize"), json=body, timeout=LONG)
+            while httpx.get(url.join("/load")).json() != {"server_load": 1}:
+                assert not asked.done(), asked.result().text
+                time.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            answer = asked.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+        code, errors = finished(process)
+    assert code == 0
+    assert "Traceback" not in errors
 
 
 def test_sighup_reloads(tmp_path):

@@ -7,6 +7,7 @@ import asyncio
 import os
 import re
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 from chairlift.cli.engine_flags import add_engine_flags, engine_options, memory_size
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from chairlift.server.settings import ServerSettings
 
 KEY_VARIABLE = "CHAIRLIFT_API_KEY"
+_THREADS_MAY_TAKE_S = 0.5
+"""How long threads may take to end when all else has ended."""
 _EPILOG = """\
 TIME is seconds or text such as 250ms or 2m; SIZE is bytes or text such as 512M.
 SIGTERM drains, a second one exits at once; SIGHUP reads the configuration again.
@@ -184,7 +187,18 @@ def run(args: argparse.Namespace) -> int:
         logs_in_background(),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        return runner.run(serve())
+        code = runner.run(serve())
+        leaving = _leave_soon(code)
+    leaving.cancel()
+    return code
+
+
+def _leave_soon(code: int) -> threading.Timer:
+    """Leave all the same if a thread still works on what nobody waits for any more."""
+    timer = threading.Timer(_THREADS_MAY_TAKE_S, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def server_settings(args: argparse.Namespace) -> ServerSettings:

@@ -20,11 +20,12 @@ from chairlift.server.body import (
     INLINE_BYTES,
     ClientGoneError,
     parse_body,
-    unless_client_leaves,
+    unless,
+    until_gone,
 )
 from chairlift.server.chat import answer_chat
 from chairlift.server.completions import answer_completion
-from chairlift.server.errors import HttpError, answer_of, as_http
+from chairlift.server.errors import HttpError, answer_of, as_http, shut_down
 from chairlift.server.exchange import Exchange, write_long
 from chairlift.server.protocol import (
     ChatRequest,
@@ -190,13 +191,32 @@ async def _answer(
     headers = _headers(request)
     service.caller(headers)
     service.open_engine()
-    try:
+
+    async def serve() -> Response:
         body = await service.read_body(request.receive, headers)
-        return await unless_client_leaves(request.receive, _answer_to(service, body, kind, answer))
+        return await unless(until_gone(request.receive), _answer_to(service, body, kind, answer))
+
+    shutdown = _Shutdown()
+    service.enter(shutdown)
+    try:
+        return await unless(shutdown.comes, serve())
     except ClientGoneError:
         return Response(status_code=499)
     except (ChairliftError, HttpError) as error:
         return _error_response(as_http(error, prompt_field=kind.prompt_field, renames={}))
+    finally:
+        service.leave(shutdown)
+
+
+class _Shutdown:
+    """What cuts a short exchange short."""
+
+    def __init__(self) -> None:
+        self.comes: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def interrupt(self, _reason: str) -> None:
+        if not self.comes.done():
+            self.comes.set_exception(shut_down())
 
 
 async def _answer_to(

@@ -59,26 +59,30 @@ async def read_body(
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do work for a client whose body was read, and cancel it if the client leaves before its end.
-
-    Raises:
-        ClientGoneError: it has left.
-    """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
+async def unless(end: Awaitable[None], work: Coroutine[Any, Any, T]) -> T:
+    """Do work, unless the end comes first: it raises something, and the work is cancelled."""
+    working, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGoneError
+            ending.result()
         return await working
     finally:
         working.cancel()
-        leaving.cancel()
+        if ending.done():
+            ending.exception()  # it came as well: that is no news
+        ending.cancel()
 
 
-async def _until_gone(receive: Receive) -> None:
+async def until_gone(receive: Receive) -> None:
+    """Wait until the client of a body that was read leaves.
+
+    Raises:
+        ClientGoneError: it has.
+    """
     while (await receive())["type"] != "http.disconnect":
         pass
+    raise ClientGoneError
 
 
 async def parse_body(body: bytes, read: Callable[[dict[str, Any]], T]) -> T:

@@ -109,6 +109,11 @@ def closed(why: str, *, code: str, retry_after: float = 5.0) -> HttpError:
     return HttpError(503, why, code=code, retry_after=retry_after)
 
 
+def shut_down() -> HttpError:
+    """It is shutting down."""
+    return closed("the server is shutting down; use another", code="draining")
+
+
 async def answer_of(question: Awaitable[T]) -> T:
     """Wait for what the engine is asked about itself.
 

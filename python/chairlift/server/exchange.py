@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from chairlift.request_args import RequestOptions
 from chairlift.server.body import INLINE_BYTES, ClientGoneError, Message, Receive, parse_body
-from chairlift.server.errors import HttpError, as_http, closed, invalid
+from chairlift.server.errors import HttpError, as_http, invalid, shut_down
 from chairlift.server.generation import Generation
 from chairlift.server.logs import RequestRecord, requests_logger
 from chairlift.server.protocol import GenerationRequest, read_request
@@ -243,7 +243,7 @@ class Exchange(Response, Generic[RequestT]):
     async def _end_early(self, reason: str) -> None:
         self.record.outcome = reason
         if reason == SHUT_DOWN:
-            await self._tell(closed("the server is shutting down; use another", code="draining"))
+            await self._tell(shut_down())
         elif reason == TIMED_OUT:
             limit = self.service.settings.request_timeout
             await self._tell(

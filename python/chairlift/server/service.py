@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from chairlift.config import Config, PolicyConfig
 from chairlift.config_file import load_config, naming
 from chairlift.server.body import Receive, read_body
-from chairlift.server.errors import HttpError, closed, invalid
+from chairlift.server.errors import HttpError, closed, invalid, shut_down
 from chairlift.server.readings import HttpCounters
 from chairlift.server.settings import ServerSettings, effective_config
 from chairlift.server.tenants import Caller, KeyRing, with_header
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Interruptible(Protocol):
     """A request that is being served."""
 
-    def interrupt(self, reason: str) -> None:
+    def interrupt(self, reason: str, /) -> None:
         """Cut it short."""
 
 
@@ -82,7 +82,7 @@ class Service:
         if self._engine is None:
             return closed("the model is being loaded; retry soon", code="loading")
         if self.is_draining:
-            return closed("the server is shutting down; use another", code="draining")
+            return shut_down()
         if self._engine.end_reason is not None:
             return closed("the engine has ended; the server will stop", code="engine_dead")
         if self.is_stalled:
