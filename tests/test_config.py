@@ -17,6 +17,7 @@ from chairlift import (
     EngineDeadError,
     JoinConfig,
     KeyConfig,
+    PaceConfig,
     PolicyConfig,
     PriceConfig,
     SamplingParams,
@@ -80,6 +81,11 @@ burst_tokens = 10_000
 above = "30s"
 below = "20s"
 
+[pace]
+governor = false
+iteration_target = "40ms"
+min_prefill_tokens = 32
+
 [keys.ops]
 hash = "sha256:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
 tenant = "acme"
@@ -136,6 +142,7 @@ def test_every_key_is_read(write):
             },
             default_tenant=TenantConfig(best_class="batch", default_class="batch"),
             shedding=SheddingConfig(above=30, below=20),
+            pace=PaceConfig(governor=False, iteration_target=0.04, min_prefill_tokens=32),
             sharing="fair",
             price=PriceConfig(cached=0.25, output=3),
             charge_predicted_output=True,
@@ -506,6 +513,7 @@ def test_the_document_lists_every_key_with_its_default():
         "`[classes.NAME]`": names(ClassConfig),
         "`[tenants.NAME]` and `[default_tenant]`": names(TenantConfig),
         "`[shedding]`": names(SheddingConfig),
+        "`[pace]`": names(PaceConfig),
         "`[keys.NAME]`": names(KeyConfig),
     }
     assert {title: set(told[title]) for title in expected} == expected

@@ -118,10 +118,10 @@ class EngineArgs:
     seed: int = 0
     """Where the seeds of requests without one are drawn from."""
     iteration_target: Duration | None = None
-    """Target of every iteration in which somebody decodes, over that of ``config``'s ``[pace]``, also
-    after a reload; None: what that says."""
+    """Target of every iteration in which somebody decodes, over that of the configuration's
+    ``[pace]``, also after a reload; None: what that says."""
     cost_model_cache: bool = True
-    """Whether what is learned of iterations' time is kept in the user's cache for the next start."""
+    """Whether what is learned of iterations' time is kept in the cache for the next start."""
 
     @property
     def policy(self) -> PolicyConfig:
