@@ -26,6 +26,8 @@ _DECODES = (1, 2, 4, 8, 16, 32)
 _CONTEXTS = (16, 256, 1_024)
 _CHUNKS = (16, 48, 128, 256, 512, 1_024, 2_048)
 _MIXED = (6, 12, 24)
+_MOST_PROMPT_TOKENS = 8_192
+"""Of a group of decodes: its prefill is not what it is there for."""
 _STEPS = 12
 """Output tokens of each answer in a group of decodes."""
 _SPARE = 32
@@ -84,6 +86,7 @@ def groups(limits: dict[str, int], *, rounds: int, seed: int) -> list[Group]:
             Group(f"decode {count} after {context}", ((context, _STEPS),) * count)
             for count in _DECODES
             for context in _CONTEXTS
+            if count * context <= _MOST_PROMPT_TOKENS
         ]
         made += [Group(f"prefill {chunk}", ((chunk, 1),)) for chunk in _CHUNKS]
         made.append(Group("prefill in chunks", ((3 * limits["max_num_batched_tokens"], 1),)))

@@ -27,7 +27,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "keep it in the cache, where the next engine of the same model, device and dtype finds it.",
     )
     parser.add_argument(
-        "--rounds", type=int, default=2, metavar="N", help="times each shape is run (2)"
+        "--rounds", type=int, default=1, metavar="N", help="times each shape is run (1)"
     )
     parser.add_argument(
         "--profile", type=Path, metavar="FILE", help="also write a cost profile for the simulator"
