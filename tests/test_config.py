@@ -18,6 +18,7 @@ from chairlift import (
     JoinConfig,
     KeyConfig,
     MemoryConfig,
+    PaceConfig,
     PolicyConfig,
     PriceConfig,
     SamplingParams,
@@ -87,6 +88,11 @@ overflow = 0.1
 backfill = "off"
 backfill_candidates = 4
 
+[pace]
+governor = false
+iteration_target = "40ms"
+min_prefill_tokens = 32
+
 [keys.ops]
 hash = "sha256:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
 tenant = "acme"
@@ -143,7 +149,10 @@ def test_every_key_is_read(write):
             },
             default_tenant=TenantConfig(best_class="batch", default_class="batch"),
             shedding=SheddingConfig(above=30, below=20),
-            memory=MemoryConfig(backfill="off", backfill_candidates=4),
+            memory=MemoryConfig(
+                admission="forecast", overflow=0.1, backfill="off", backfill_candidates=4
+            ),
+            pace=PaceConfig(governor=False, iteration_target=0.04, min_prefill_tokens=32),
             sharing="fair",
             price=PriceConfig(cached=0.25, output=3),
             charge_predicted_output=True,
@@ -541,6 +550,7 @@ def test_the_document_lists_every_key_with_its_default():
         "`[tenants.NAME]` and `[default_tenant]`": names(TenantConfig),
         "`[shedding]`": names(SheddingConfig),
         "`[memory]`": names(MemoryConfig),
+        "`[pace]`": names(PaceConfig),
         "`[keys.NAME]`": names(KeyConfig),
     }
     assert {title: set(told[title]) for title in expected} == expected

@@ -67,7 +67,7 @@ class CostCoefficients:
     def predict_us(self, shapes: Shapes) -> NDArray[np.float64]:  # [I]
         """Microseconds that iterations of these shapes take."""
         sequences, tokens, context, pairs, samples = shapes.T
-        return (
+        time_us: NDArray[np.float64] = (
             self.t0_us
             + self.t_seq_us * sequences
             + np.maximum(self.t_weights_us, self.t_tok_us * tokens)
@@ -75,6 +75,7 @@ class CostCoefficients:
             + self.t_pair_us * pairs
             + self.t_sample_us * samples
         )
+        return time_us
 
     def profile(self, *, noise_sigma: float, num_kv_blocks: int) -> dict[str, float | int]:
         """Return the fields of :class:`chairlift.simulation.CostProfile`, and the pool."""

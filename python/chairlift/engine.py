@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from chairlift import _core, cost_model
 from chairlift.config_file import load_config, naming
+from chairlift.cost_model import CostKey
 from chairlift.engine_args import (
     DEFAULT_MAX_MODEL_LEN,
     ConfigSource,
@@ -27,7 +28,6 @@ from chairlift.engine_args import (
     check_args,
     core_settings,
 )
-from chairlift.cost_model import CostKey
 from chairlift.errors import ConfigError, InvalidRequestError
 from chairlift.flight_log import recording
 from chairlift.sampling import SamplingParams
@@ -213,6 +213,9 @@ class Engine:
 class LocalEngine(Engine):
     """An engine that runs in threads of this process."""
 
+    cost_key: CostKey | None
+    """What its iterations' time depends on; None for an executor that nobody knows."""
+
     def __init__(self, args: EngineArgs) -> None:
         """Load the model (unless an executor is given) and start both threads.
 
@@ -225,13 +228,14 @@ class LocalEngine(Engine):
         try:
             parts = self._thread.parts()
             self.tokenizer = parts.tokenizer
-            self._cost_key = parts.cost_key if args.cost_model_cache else None
+            self.cost_key = parts.cost_key
+            kept = parts.cost_key if args.cost_model_cache else None
             settings = core_settings(
                 args,
                 max_model_len=parts.max_model_len,
                 num_kv_blocks=parts.num_kv_blocks,
                 vocab_size=parts.vocab_size,
-                cost_model=None if self._cost_key is None else cost_model.load(self._cost_key),
+                cost_model=None if kept is None else cost_model.load(kept),
             )
             self.core = _core.EngineCore(
                 settings,
@@ -245,9 +249,7 @@ class LocalEngine(Engine):
         self.client = self.core.client
         _say_limits(self.limits)
         self._thread.run_steps(self.core)
-        self._finalizer = weakref.finalize(
-            self, _stop, self.core, self.client, self._thread, self._cost_key
-        )
+        self._finalizer = weakref.finalize(self, _stop, self.core, self.client, self._thread, kept)
 
     def shutdown(self) -> None:
         """End live requests as aborted and stop both threads; idempotent, from any thread.

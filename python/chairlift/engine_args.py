@@ -126,10 +126,10 @@ class EngineArgs:
     record_limit: int = 2**30
     """Bytes of the log: half for its beginning, half for its newest segments."""
     iteration_target: Duration | None = None
-    """Target of every iteration in which somebody decodes, over that of ``config``'s ``[pace]``, also
-    after a reload; None: what that says."""
+    """Target of every iteration in which somebody decodes, over that of the configuration's
+    ``[pace]``, also after a reload; None: what that says."""
     cost_model_cache: bool = True
-    """Whether what is learned of iterations' time is kept in the user's cache for the next start."""
+    """Whether what is learned of iterations' time is kept in the cache for the next start."""
 
     @property
     def policy(self) -> PolicyConfig:

@@ -185,7 +185,7 @@ class LLM:
 
         Reasons: ``slots``, ``memory``, ``budget``, ``fairness`` (others that came later went
         ahead), ``rate`` (its tenant's quota or running answers), ``window`` (its batch is not
-        formed).
+        formed), ``sla`` (with it, those that run would decode more slowly than promised).
         ``None`` if it was scheduled or is not live.
 
         Raises:

@@ -39,8 +39,8 @@ class CostProfile:
     """The time of an iteration as a function of what is in it, in seconds.
 
     ``t0 + t_seq * sequences + max(t_w, t_tok * tokens) + t_ctx * (sum of the decodes' contexts)
-    + t_pair * (sum over prefill chunks of chunk * (context before + chunk / 2)) + t_sample * samples``,
-    times lognormal noise.
+    + t_pair * (sum over prefill chunks of chunk * (context before + chunk / 2))
+    + t_sample * samples``, times lognormal noise.
     """
 
     t0_s: float

@@ -55,9 +55,7 @@ def run(bench: Bench) -> Report:
     header = ("run", "iterations", "mean ms", "sd ms", "p50 ms", "p99 ms", "max ms", "TTFT s")
     title = "Gaps of the decodes while the long prompt is computed, and its own TTFT"
     every = list(runs.values())
-    report = Report(
-        "governor", "A long prompt joins", _state(bench), [Table(title, header, rows)]
-    )
+    report = Report("governor", "A long prompt joins", _state(bench), [Table(title, header, rows)])
     report.tables += engine_tables(every)
     for label, (_, _, target_s) in RUNS.items():
         if target_s is not None:
@@ -121,8 +119,8 @@ def _state(bench: Bench) -> dict[str, str]:
         "profile": f"{profile.name}, noise sigma {profile.cost.noise_sigma:g}",
         "pool": f"{profile.num_kv_blocks:,} blocks of 16",
         "trace": (
-            f"none: {DECODES} prompts of {SHORTEST} to {LONGEST:,} tokens with {OUTPUT_TOKENS:,} output "
-            f"tokens each; after {COMES_AT_S:g} s a prompt of {LONG_PROMPT:,} tokens"
+            f"none: {DECODES} prompts of {SHORTEST} to {LONGEST:,} tokens with {OUTPUT_TOKENS:,} "
+            f"output tokens each; after {COMES_AT_S:g} s a prompt of {LONG_PROMPT:,} tokens"
         ),
         "load": "the prompt joins a batch that only decodes",
         "seed": str(bench.seed),

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from chairlift.cli import bench, chat, config, explain, generate, replay, serve
+from chairlift.cli import bench, calibrate, chat, config, explain, generate, replay, serve
 from chairlift.errors import ChairliftError
 
 
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_command(commands)
     chat.add_command(commands)
     bench.add_command(commands)
+    calibrate.add_command(commands)
     config.add_command(commands)
     replay.add_command(commands)
     explain.add_command(commands)

@@ -40,6 +40,8 @@ from chairlift.server.readings import (
     times,
 )
 
+FIGURES = ("mean", "std", "p50", "p95", "p99")
+"""Of the time of iterations of late."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "chairlift:"
 
@@ -288,6 +290,56 @@ METRICS: tuple[Metric, ...] = (
         "For how many seconds the iteration in flight has run; 0: there is none.",
         (),
         of_engine(lambda of: of["in_flight_us"] / 1e6),
+    ),
+    Metric(
+        "iteration_time_recent_seconds",
+        "gauge",
+        "Time of iterations of late, in seconds: mean, std (standard deviation), p50, p95, p99.",
+        ("figure",),
+        of_engine_by(lambda of: {name: of["pace"][name] for name in FIGURES}),
+    ),
+    Metric(
+        "iteration_variance_explained",
+        "gauge",
+        "Share of the variance of iteration time that follows from what was in the iterations.",
+        (),
+        of_engine(lambda of: of["pace"]["explained_share"]),
+    ),
+    Metric(
+        "iteration_prediction_error",
+        "gauge",
+        "Mean absolute error of predicted iteration time of late, relative to the measured time.",
+        (),
+        of_engine(lambda of: of["pace"]["prediction_error"]),
+    ),
+    Metric(
+        "iteration_gap_seconds",
+        "gauge",
+        "Mean time of late from the results of an iteration to the decision on the next, "
+        "while somebody ran, in seconds.",
+        (),
+        of_engine(lambda of: of["pace"]["gap"]),
+    ),
+    Metric(
+        "iteration_idle_seconds",
+        "counter",
+        "Sum of those gaps, in seconds.",
+        (),
+        of_engine(lambda of: of["pace"]["idle"]),
+    ),
+    Metric(
+        "iteration_padded_share",
+        "gauge",
+        "Share of the rows of late that were padding.",
+        (),
+        of_engine(lambda of: of["pace"]["padded_share"]),
+    ),
+    Metric(
+        "padded_rows",
+        "counter",
+        "Rows that were padding, summed over the iterations.",
+        (),
+        of_engine(lambda of: of["pace"]["padded_rows"]),
     ),
     Metric(
         "scheduler_seconds",

@@ -333,7 +333,7 @@ fn capacity_is_the_rate_at_which_a_burst_is_served() {
         ..Settings::default()
     };
     let profile = CostProfile {
-        t_sample_s: 1e-6,
+        t_sample_s: 0.0,
         t0_s: 0.01,
         t_seq_s: 0.0,
         t_w_s: 0.0,

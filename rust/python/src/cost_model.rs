@@ -55,7 +55,7 @@ impl Learned {
     }
 
     /// As a dictionary.
-    pub fn to_dict<'py>(self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    pub fn to_dict(self, py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
         let dict = PyDict::new(py);
         for (name, value) in self.coefficients.named() {
             dict.set_item(name, value)?;

@@ -126,12 +126,11 @@ impl Commit<'_> {
         let (sequences, decodes) = (step.num_sequences() as u64, step.decodes.len() as u64);
         let iterations = &mut self.ledger.iterations;
         iterations.observe(time_us, sequences, decodes, step.num_tokens);
-        let shares = match self.lane.costs.coefficients() {
-            Some(costs) => StepShares::new(&costs, &step.shape, time_us as f64 * 1e3),
-            None => {
-                let token_ns = time_us.saturating_mul(1_000) / step.num_tokens.max(1);
-                StepShares::by_tokens(token_ns as f64)
-            }
+        let shares = if let Some(costs) = self.lane.costs.coefficients() {
+            StepShares::new(&costs, &step.shape, time_us as f64 * 1e3)
+        } else {
+            let token_ns = time_us.saturating_mul(1_000) / step.num_tokens.max(1);
+            StepShares::by_tokens(token_ns as f64)
         };
         let predicted_us = self.lane.costs.observe(&step.shape, time_us as f64);
         self.ledger.pace.observe(&Beat {
