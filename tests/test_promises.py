@@ -346,7 +346,7 @@ def test_why_a_request_waits_and_what_became_of_all(held):
     second = submit(engine, "two", tenant="b", request_class="bulk")
     reason, times = engine.client.waiting(second)
     assert reason == "budget"  # a step is running; nobody has been turned away yet
-    assert times.keys() == {"slots", "memory", "budget", "fairness", "rate", "window"}
+    assert times.keys() == {"slots", "memory", "budget", "fairness", "rate", "window", "sla"}
     executor.release()
     ended = ends_of(engine, first, second)
     assert engine.client.waiting(second) is None

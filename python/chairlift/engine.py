@@ -320,7 +320,11 @@ def _torch_parts(args: EngineArgs) -> _Parts:
     from chairlift.attention import backend_names  # noqa: PLC0415  # torch is heavy
     from chairlift.hub import resolve_model  # noqa: PLC0415
     from chairlift.tokenizer import Tokenizer  # noqa: PLC0415
-    from chairlift.torch_executor import TorchExecutor, TorchExecutorConfig  # noqa: PLC0415
+    from chairlift.torch_executor import (  # noqa: PLC0415
+        TorchExecutor,
+        TorchExecutorConfig,
+        resolve_dtype,
+    )
 
     if args.attention_backend not in backend_names():
         raise ConfigError(
@@ -355,7 +359,9 @@ def _torch_parts(args: EngineArgs) -> _Parts:
         max_model_len=executor.max_model_len,
         eos_token_ids=executor.model_config.eos_token_ids,
         cost_key=CostKey.on_this_cpu(
-            model=str(directory), dtype=str(executor.dtype), threads=torch.get_num_threads()
+            model=str(directory),
+            dtype=str(resolve_dtype(args.dtype)),
+            threads=torch.get_num_threads(),
         ),
     )
 
