@@ -161,7 +161,6 @@ def test_every_key_is_read(write):
             max_level_wait=60,
             join=JoinConfig(size=32, delay=0.05),
             preempt_to_admit=False,
-            memory=MemoryConfig(admission="forecast", overflow=0.1),
         ),
         keys={
             "ops": KeyConfig(

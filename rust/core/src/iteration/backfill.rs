@@ -15,7 +15,7 @@
 //! Nothing is computed while the head fits, nobody is behind it, or no memory is free for anybody. The
 //! curve is kept while the running set and the predictions for it stay what they were.
 
-use crate::config::memory::Backfill;
+use crate::config::memory::{Backfill, MemoryAdmission};
 use crate::iteration::fit::Horizon;
 use crate::iteration::join::leaves_together;
 use crate::iteration::preempt::Lack;
@@ -114,8 +114,13 @@ impl Scheduler<'_> {
         self.ledger.sequences[key.0].blocked_since
     }
 
+    /// Who may go ahead. Where nobody is preempted for memory, nobody can be asked to go again.
     fn mode(&self) -> Backfill {
-        self.ledger.rules.policy().memory.backfill
+        let memory = &self.ledger.rules.policy().memory;
+        match (memory.backfill, memory.admission) {
+            (Backfill::Easy, MemoryAdmission::Reserve) => Backfill::Off,
+            (mode, _) => mode,
+        }
     }
 
     /// A reserved head as the next of `level`, if it may be that.
@@ -138,9 +143,8 @@ impl Scheduler<'_> {
     /// Lets others go ahead of `head`, which does not fit.
     pub(crate) fn backfill(&mut self, head: SequenceKey, lack: Lack, handed: &mut Handed) {
         let policy = self.ledger.rules.policy();
-        let (mode, join) = (policy.memory.backfill, policy.join);
         let count = policy.memory.backfill_candidates as usize;
-        if mode == Backfill::Off || leaves_together(join) {
+        if self.mode() == Backfill::Off || leaves_together(policy.join) {
             return;
         }
         let now = self.iteration();
