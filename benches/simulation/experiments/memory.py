@@ -52,7 +52,7 @@ def run(bench: Bench) -> Report:
     reports[changing.name] = changed
     runs = list(main.values())
     conditions = {
-        "max_tokens": f"{bench.max_tokens:,}; on further traces at most {MOST_OUTPUT:,}",
+        "further traces": f"max_tokens at most {MOST_OUTPUT:,}",
         "warm-up": f"the first {_warm_up(runs[0]):,} admissions of a trace",
         "lengths change": f"{changing.name}: all there at time 0, and the answers of the first "
         f"half {SHORTER} times shorter",

@@ -51,8 +51,9 @@ pub(crate) enum Horizon {
 pub(crate) struct Foresight {
     peak: FuturePeak,
     made_at: Option<MadeAt>,
-    /// Whether what is free now is kept for those that run, and somebody waits for it.
-    pub(crate) is_short: bool,
+    /// Blocks that were missing later for the last that was held back in this iteration: what is free now
+    /// is kept for those that run. 0 where nobody was.
+    pub(crate) missing_blocks: u32,
 }
 
 /// What a future peak knows of.
@@ -96,7 +97,7 @@ impl Scheduler<'_> {
         };
         if let Horizon::Future(level) = horizon
             && lack.rows == 0
-            && self.is_short_later(key, cached, level, lack.blocks)
+            && self.missing_later(key, cached, level, lack.blocks) > 0
         {
             // Whoever gives way has been left out already, so nobody's going would help.
             let lack = Lack::default();
@@ -115,37 +116,37 @@ impl Scheduler<'_> {
         Err(DoesNotFit { blocked, lack })
     }
 
-    /// Whether a sequence of which the prefix cache has so much lacks memory later, though those of
-    /// levels below `level` give way. Not asked where so many blocks are missing now and nobody gives way.
-    fn is_short_later(
+    /// Blocks missing later for a sequence of which the prefix cache has so much, though those of levels
+    /// below `level` give way. Not asked where blocks are missing now and nobody gives way.
+    fn missing_later(
         &mut self,
         key: SequenceKey,
         cached: PrefixMatch,
         level: usize,
         missing_now: u32,
-    ) -> bool {
+    ) -> u32 {
         let (policy, running) = (self.ledger.rules.policy(), &self.lane.running);
         let admission = policy.memory.admission;
         if admission == MemoryAdmission::Optimistic || running.is_empty() {
-            return false;
+            return 0;
         }
         let is_lower = |key: &SequenceKey| self.ledger.sequences[key.0].level > level;
         let level = if policy.preempt_to_admit && running.iter().any(is_lower) {
             level
         } else if missing_now > 0 {
-            return false;
+            return 0;
         } else {
             usize::MAX
         };
-        let is_short = match admission {
-            MemoryAdmission::Reserve => !self.can_promise(key, cached, level),
-            _ => self.exceeds_at_the_peak(key, cached, level),
+        let missing = match admission {
+            MemoryAdmission::Reserve => self.missing_for_good(key, cached, level),
+            _ => self.missing_at_the_peak(key, cached, level),
         };
-        if is_short {
+        if missing > 0 {
             self.ledger.overflow.refused();
-            self.lane.foresight.is_short = true;
+            self.lane.foresight.missing_blocks = missing;
         }
-        is_short
+        missing
     }
 
     /// Blocks missing for the tokens that there are, above a watermark where somebody runs.
@@ -161,8 +162,8 @@ impl Scheduler<'_> {
         (needed + watermark).saturating_sub(self.lane.pool.available())
     }
 
-    /// Whether there are blocks for all that it and those that run, of a level and above, may grow to.
-    fn can_promise(&self, key: SequenceKey, cached: PrefixMatch, level: usize) -> bool {
+    /// Blocks missing for all that it and those that run, of a level and above, may grow to.
+    fn missing_for_good(&self, key: SequenceKey, cached: PrefixMatch, level: usize) -> u32 {
         let (mut promised, mut free) = (0, self.lane.pool.available());
         for key in &self.lane.running {
             let sequence = &self.ledger.sequences[key.0];
@@ -173,7 +174,7 @@ impl Scheduler<'_> {
             }
         }
         let needed = self.growth(&self.ledger.sequences[key.0]) - cached.num_blocks;
-        promised + needed + cached.num_parked <= free
+        (promised + needed + cached.num_parked).saturating_sub(free)
     }
 
     /// Blocks that a sequence, and its siblings that are not born yet, may still ask for.
@@ -190,13 +191,14 @@ impl Scheduler<'_> {
         (most + copied).saturating_sub(held) + sequence.num_unborn * (most - shared)
     }
 
-    /// Whether the future peak of a newcomer and of those of a level and above exceeds the pool.
-    fn exceeds_at_the_peak(&mut self, key: SequenceKey, cached: PrefixMatch, level: usize) -> bool {
+    /// Blocks by which the future peak of a newcomer and of those of a level and above exceeds the pool.
+    fn missing_at_the_peak(&mut self, key: SequenceKey, cached: PrefixMatch, level: usize) -> u32 {
         self.foresee(level);
         let (load, revived) = self.load_of_newcomer(key, cached);
         let peak = self.lane.foresight.peak.peak_with(load, revived);
-        let limits = self.limits;
-        peak > u64::from(limits.num_kv_blocks()) * u64::from(limits.block_size())
+        let block_size = u64::from(self.limits.block_size());
+        let pool = u64::from(self.limits.num_kv_blocks()) * block_size;
+        peak.saturating_sub(pool).div_ceil(block_size) as u32
     }
 
     /// Makes the future peak of those of a level and above, unless it is at hand.

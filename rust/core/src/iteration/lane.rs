@@ -108,7 +108,7 @@ impl Lane {
     /// What is free for newcomers, behind all that runs.
     pub(crate) fn room(&self, limits: &Limits) -> Room {
         let free = self.pool.available();
-        let blocks = if self.foresight.is_short {
+        let blocks = if self.foresight.missing_blocks > 0 {
             0
         } else {
             free.saturating_sub(limits.watermark_blocks())

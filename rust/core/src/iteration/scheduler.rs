@@ -290,7 +290,7 @@ impl Scheduler<'_> {
     }
 
     fn admit_until_blocked(&mut self, handed: &mut Handed) -> Option<Blocked> {
-        self.lane.foresight.is_short = false;
+        self.lane.foresight.missing_blocks = 0;
         if self.ledger.queue.is_empty() {
             return None;
         }

@@ -4,13 +4,14 @@ use std::ops::ControlFlow;
 
 use chairlift_core::config::Settings;
 use chairlift_core::config::memory::{MemoryAdmission, MemorySettings};
-use chairlift_core::config::policy::Policy;
+use chairlift_core::config::policy::{ClassSettings, Policy};
 use chairlift_core::request::NewRequest;
 use chairlift_core::sim::{
     Cause, CostProfile, Random as Stream, SimConfig, SimRequest, Workload, simulate,
 };
 
-use crate::harness::{Harness, Random, exact, request, ticket};
+use crate::gate::SECOND;
+use crate::harness::{Harness, Random, exact, request, ticket, ticket_for};
 use crate::levels::two_levels;
 use crate::scenarios::settings;
 
@@ -288,4 +289,36 @@ fn a_higher_level_takes_what_is_only_foreseen_to_be_needed() {
     assert_eq!(harness.client(6).scheduled, 0, "three of them will not");
     harness.run_to_end();
     assert!(harness.engine.metrics().preemptions > 0, "the low gave way");
+}
+
+#[test]
+fn the_gate_knows_that_memory_is_promised() {
+    for (admission, is_rejected) in [
+        (MemoryAdmission::Reserve, true),
+        (MemoryAdmission::Optimistic, false),
+    ] {
+        let mut policy = policy(admission, 0.05);
+        let mut asking = ClassSettings::new("asking");
+        asking.ttft_target_us = Some(30 * SECOND);
+        policy.classes.push(asking);
+        let mut harness = Harness::new(Settings {
+            policy,
+            ..tight(admission, 40)
+        });
+        // Answers of a minute each, of which `reserve` lets two run.
+        for id in 1..=5 {
+            harness.submit(exact(id, 4, 60, 1_000));
+        }
+        for _ in 0..70 {
+            harness.step_in(SECOND);
+        }
+        if is_rejected {
+            assert_eq!(harness.engine.metrics().running_sequences, 2);
+            assert!(harness.engine.metrics().used_blocks < 20);
+        }
+        let new = exact(9, 4, 60, 1_000);
+        let submitted = harness.try_submit(ticket_for("ann", "asking", &new), new);
+        let code = submitted.map_err(|error| error.code());
+        assert_eq!(code.is_err(), is_rejected, "{admission:?}: {code:?}");
+    }
 }
