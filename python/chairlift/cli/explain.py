@@ -69,9 +69,9 @@ def tell(story: dict[str, Any], replay: Replay, *, is_heard: bool = False) -> li
     )
     if story["answers"] > 1:
         title += f", {story['answers']} answers"
-    lines = _accepted(story) + _waits(story) + _ran(story) + _ends(story)
-    lines.sort(key=lambda line: line[0])
-    shown = [f"{(at_us - zero_us) / 1e6:+12.6f} s  {text}" for at_us, text in lines]
+    events = _accepted(story, is_heard=is_heard) + _waits(story) + _ran(story) + _ends(story)
+    events.sort(key=lambda event: event[0])
+    shown = [f"{(at_us - zero_us) / 1e6:+12.6f} s  {text}" for at_us, text in events]
     lines = [title, *shown, *_summary(story)]
     if is_heard:
         return [
@@ -84,7 +84,7 @@ def tell(story: dict[str, Any], replay: Replay, *, is_heard: bool = False) -> li
 Lines = list[tuple[int, str]]
 
 
-def _accepted(story: dict[str, Any]) -> Lines:
+def _accepted(story: dict[str, Any], *, is_heard: bool) -> Lines:
     lines = []
     if story["arrival_us"] is None:
         if story["refused"] is not None:
@@ -97,7 +97,7 @@ def _accepted(story: dict[str, Any]) -> Lines:
     if story["refused"] is not None:
         return [*lines, (story["arrival_us"], f"refused: {story['refused']}")]
     waited, ran = _count(story["waiting"], "request"), _count(story["running"], "sequence")
-    text = f"submitted: {waited} waited, {ran} ran"
+    text = "submitted" if is_heard else f"submitted: {waited} waited, {ran} ran"
     stats = story["stats"]
     if stats is not None and stats["predicted_queue_time_us"] is not None:
         text += (
@@ -166,7 +166,7 @@ def _gap(gap: dict[str, Any]) -> str:
 
 
 def _ends(story: dict[str, Any]) -> Lines:
-    name = "" if story["answers"] == 1 else "answer {child} "
+    name = "" if story["answers"] <= 1 else "answer {child} "
     return [
         (end["at_us"], f"{name.format(child=end['child'])}ended: {end['reason']}")
         for end in story["ends"]

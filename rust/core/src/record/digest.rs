@@ -1,9 +1,10 @@
 //! Digests of what an engine decides and says: 64 bits for each array of a plan and for each batch of
 //! outputs.
 //!
-//! They guard against accidents, not against forgery, so they are `XXH3` (Collet): a few bytes a cycle
-//! faster than anything else that steady state pays for. The memory is read as it lies, so a log is
-//! replayed on a machine of the same byte order (all that we support are little-endian).
+//! They guard against accidents, not against forgery, so they are `XXH3` (Collet), which reads several
+//! bytes a cycle; what they cost is mostly the block tables, which are whole in every plan. The memory is
+//! read as it lies, so a log is replayed on a machine of the same byte order (all that we support are
+//! little-endian).
 
 use bytemuck::cast_slice;
 use xxhash_rust::xxh3::xxh3_64;
