@@ -1,4 +1,4 @@
-"""Work lists of the attention kernels: which block of the grid takes which part of which sequence."""
+"""Work lists of the attention kernels: which block of the grid takes what of which sequence."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from chairlift.executor import Int32Array
 
 CHUNK_TOKENS = 256
-"""Keys of a chunk. Fixed, so that neither batch nor schedule changes a sequence's result: small enough
-that one short sequence is several blocks, large enough that partial results are a few percent of the
+"""Keys of a chunk. Fixed, so that the batch never changes a sequence's result: small enough that
+one short sequence is several blocks, large enough that partial results are a few percent of the
 keys and values read."""
 
 
