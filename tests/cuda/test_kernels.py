@@ -43,7 +43,7 @@ from chairlift.cuda_kernels.params import (
     SiluMulParams,
     division_by,
 )
-from chairlift.cuda_kernels.work import cut_decode_work, cut_prefill_work
+from chairlift.cuda_kernels.work import cut_copies, cut_decode_work, cut_prefill_work
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -127,6 +127,29 @@ def test_block_copy():
         expected = cache.clone()
         expected[copies[:, 1].long()] = cache[copies[:, 0].long()]
         assert torch.equal(ours, expected)
+
+
+def test_copies_that_depend_on_one_another_are_launched_apart():
+    rng = np.random.default_rng(5)
+    cut = 0
+    for _ in range(200):
+        # Few blocks, so that sources and destinations meet; a copy onto itself is none.
+        pairs = rng.integers(0, 12, (int(rng.integers(0, 9)), 2)).astype(np.int32)
+        copies = pairs[pairs[:, 0] != pairs[:, 1]]
+        expected = np.arange(12)
+        for source, destination in copies:
+            expected[destination] = expected[source]
+        found = np.arange(12)
+        launches = cut_copies(copies)
+        for launch in launches:
+            before = found.copy()
+            for source, destination in launch[rng.permutation(len(launch))]:
+                assert found[source] == before[source]  # whatever ran before it in this launch
+                assert found[destination] == before[destination]
+                found[destination] = found[source]
+        assert found.tolist() == expected.tolist()
+        cut += len(launches) > 1
+    assert cut > 50
 
 
 class TestDecode:
