@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(THREADS, 1) paged_attention_decode(const Paged
     using L = Layout<T, HEAD_DIM>;
     const Item item = read_item(params);
     const int first_row = blockIdx.z * ROWS;
-    if (item.sequence < 0 || first_row >= item.rows) return;  // the whole block
+    if (first_row >= item.rows) return;  // the whole block; padding has no rows
     const int lane = threadIdx.x % L::LANES;
     const int worker = threadIdx.x / L::LANES;
 

@@ -18,8 +18,8 @@ CHUNK = 64
 TOLERANCES = {
     # Sums of up to 1,500 products of unit normals in another order: some units in the last place.
     F32: 3e-5,
-    # Queries, keys and outputs are rounded to 2^-11 of their size, and the reference keeps queries as
-    # they are: a score moves by some 2^-11, an output between 2 and 4 by 2^-10 more.
+    # Queries, keys and outputs are rounded to 2^-11 of their size, and the reference keeps queries
+    # as they are: a score moves by some 2^-11, an output between 2 and 4 by 2^-10 more.
     F16: 4e-3,
     # The same with 2^-8: what the CPU kernel is allowed too.
     BF16: 2.5e-2,
@@ -122,7 +122,12 @@ def _long_and_short() -> list[Case]:
     """One very long sequence beside many short ones."""
     short = tuple((length, 1) for length in (0, 1, 2, 3, 5, 8, 13, 21, 34, 55))
     return [
-        Case(f"long-{dtype}-w{window}", Shape(64, 1, 4, 16, dtype, dtype), ((1500, 1), *short), window=window)
+        Case(
+            f"long-{dtype}-w{window}",
+            Shape(64, 1, 4, 16, dtype, dtype),
+            ((1500, 1), *short),
+            window=window,
+        )
         for dtype in (F32, F16, BF16)
         for window in (0, 130)
     ]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from attention_cases import Shape, World
+from attention_table import CASES, PREFILL_CASES
+from attention_table import TOLERANCES as TABLE_TOLERANCES
 from chairlift import _core
 from chairlift.attention import AttentionError, AttentionParams, get_backend
 
@@ -305,3 +308,48 @@ class TestRefusals:
 
 def test_the_kernels_share_torchs_threads():
     assert _core.kernel_pool() == "openmp"
+
+
+class TestTable:
+    """The table that the CUDA kernels are proven on; the CPU kernel has no fp16."""
+
+    cases = tuple(case for case in CASES + PREFILL_CASES if case.shape.dtype != torch.float16)
+
+    @pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
+    def test_kernel_agrees_with_reference(self, case):
+        worlds = [case.world(), case.world()]
+        worlds[1]._implementation = get_backend("reference")
+        found, expected = (torch.cat(world.step(case.work)) for world in worlds)
+        tolerance = TABLE_TOLERANCES[case.shape.dtype]
+        assert_close(found, expected, tolerance, case.name)
+        for a, b in zip(*((world.k_cache, world.v_cache) for world in worlds), strict=True):
+            assert torch.equal(a.isnan(), b.isnan())
+            assert_close(a.nan_to_num(), b.nan_to_num(), tolerance, f"{case.name}, cache")
+
+    @pytest.mark.parametrize("window", [1, 40, 64, 100, 300])
+    def test_rows_with_a_window_do_not_depend_on_chunks_or_threads(self, window):
+        """Windows that begin in every place of a tile and leave whole segments behind."""
+        lengths = [700, 90]
+        shape = Shape(head_dim=64, kv_heads=1, group=3)
+        ways = [
+            [[(0, 700)], [(1, 90)]],
+            [[(1, 64), (0, 300)], [(1, 26), (0, 400)]],
+            [[(0, 690), (1, 80)], *[[(0, 1), (1, 1)]] * 10],
+        ]
+        results = []
+        threads = torch.get_num_threads()
+        try:
+            for number, steps in enumerate(ways):
+                torch.set_num_threads(1 + number)
+                world = World(shape, lengths, 6)
+                world.params = replace(world.params, window=window, soft_cap=3.0)
+                results.append(world.run(steps))
+        finally:
+            torch.set_num_threads(threads)
+        reference = World(shape, lengths, 6, "reference")
+        reference.params = replace(reference.params, window=window, soft_cap=3.0)
+        for found, expected in zip(results[0], reference.run(ways[0]), strict=True):
+            assert_close(found, expected, TOLERANCES[F32, F32], f"window {window}")
+        for other in results[1:]:
+            for a, b in zip(results[0], other, strict=True):
+                assert torch.equal(a, b)

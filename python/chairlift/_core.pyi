@@ -275,6 +275,8 @@ class AttentionLayer:
         q_norm: tuple[int, bool] | None,
         k_norm: tuple[int, bool] | None,
         norm_eps: float,
+        window: int,
+        soft_cap: float,
     ) -> AttentionLayer: ...
 
 @final

@@ -159,7 +159,7 @@ class EmulatedBackend:
                 DECODE_THREADS,
                 PagedAttentionDecodeParams(
                     **shared,
-                    **_inputs(device, q, k_cache, v_cache, metadata, params),
+                    **_inputs(device, q, (k_cache, v_cache), metadata, params),
                     items=device.upload("items", items),
                     chunk_tokens=self.chunk_tokens,
                 ),
@@ -195,7 +195,7 @@ class EmulatedBackend:
                 (len(items), params.num_kv_heads, 1),
                 PREFILL_THREADS,
                 PagedAttentionPrefillParams(
-                    **_inputs(device, q, k_cache, v_cache, metadata, params),
+                    **_inputs(device, q, (k_cache, v_cache), metadata, params),
                     out=address,
                     query_start_loc=starts,
                     items=device.upload("items", items),
@@ -207,8 +207,9 @@ class EmulatedBackend:
             return device.download(address, out)
 
 
-def _inputs(device, q, k_cache, v_cache, metadata, params) -> dict[str, object]:
+def _inputs(device, q, caches, metadata, params) -> dict[str, object]:
     """Fields that both attention kernels read."""
+    k_cache, v_cache = caches
     magic, shift = division_by(k_cache.shape[2])
     return {
         "q": device.upload("q", q),

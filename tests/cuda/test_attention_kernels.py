@@ -1,13 +1,13 @@
-"""The attention kernels against the reference, on one table of ragged steps, on the emulated device."""
+"""The attention kernels on the emulated device against the reference, on one table of steps."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from attention_table import CASES, CHUNK, PREFILL_CASES, TOLERANCES, Case
 from emulated_attention import EmulatedBackend
 from emulated_device import SCHEDULES
 
+from attention_table import CASES, CHUNK, PREFILL_CASES, TOLERANCES, Case
 from chairlift.attention import get_backend
 
 HALF_CASES = [case for case in CASES if case.shape.dtype != torch.float32] + PREFILL_CASES

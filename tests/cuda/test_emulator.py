@@ -25,7 +25,7 @@ class Params(ctypes.Structure):
 
 
 class Kernels:
-    """Bodies of kernels, compiled all at once at the first run: most of a compilation is headers."""
+    """Bodies of kernels, compiled all at once: most of a compilation is headers."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -38,7 +38,8 @@ class Kernels:
     def library(self) -> KernelLibrary:
         if self._library is None:
             text = PRELUDE + "".join(
-                f"\n__global__ void kernel_{number}([[maybe_unused]] const Params params) {{ {body} }}"
+                f"\n__global__ void kernel_{number}([[maybe_unused]] const Params params) "
+                f"{{ {body} }}"
                 for body, number in self._numbers.items()
             )
             names = [f"kernel_{number}" for number in self._numbers.values()]
@@ -409,7 +410,8 @@ def test_mma_multiplies_matrices_given_by_load_matrices(dtype):
 
 
 WHO_CAME = KERNELS.add(
-    "params.out[atomicAdd(params.out + 64, 1) + 1] = static_cast<int>(threadIdx.x + 32 * blockIdx.x);"
+    "const int number = threadIdx.x + 32 * blockIdx.x;"
+    "params.out[atomicAdd(params.out + 64, 1) + 1] = number;"
 )
 
 

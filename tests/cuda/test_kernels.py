@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 
 import numpy as np
 import pytest
 import torch
-from attention_table import CHUNK, TOLERANCES, Case
-from emulated_attention import TYPE_NAMES, EmulatedBackend, decode_library, write_library
+from emulated_attention import (
+    TYPE_NAMES,
+    EmulatedBackend,
+    decode_library,
+    prefill_library,
+    write_library,
+)
 from emulated_device import (
     SCHEDULES,
     EmulatedDevice,
@@ -18,19 +24,26 @@ from emulated_device import (
     on_every_schedule,
 )
 
-from attention_cases import Shape
+from attention_cases import Shape, World
+from attention_table import CHUNK, TOLERANCES, Case
 from chairlift.attention import AttentionMetadata, get_backend
 from chairlift.attention.reference import apply_rope, rms_norm
-from chairlift.cuda_kernels.catalogue import DECODE_THREADS, decode_kernel, decode_shared_bytes
+from chairlift.cuda_kernels.catalogue import (
+    decode_kernel,
+    decode_shared_bytes,
+    prefill_kernel,
+    prefill_shared_bytes,
+)
 from chairlift.cuda_kernels.params import (
     BlockCopyParams,
     KvCacheWriteParams,
     PagedAttentionDecodeParams,
+    PagedAttentionPrefillParams,
     RmsNormParams,
     SiluMulParams,
     division_by,
 )
-from chairlift.cuda_kernels.work import cut_decode_work
+from chairlift.cuda_kernels.work import cut_copies, cut_decode_work, cut_prefill_work
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -95,7 +108,9 @@ def test_silu_mul(dtype, width):
 
 
 def test_block_copy():
-    caches = [torch.arange(start, start + 7 * 12, dtype=torch.int32).view(7, 12) for start in (0, 500)]
+    caches = [
+        torch.arange(start, start + 7 * 12, dtype=torch.int32).view(7, 12) for start in (0, 500)
+    ]
     copies = torch.tensor([[0, 3], [5, 1], [0, 6]], dtype=torch.int32)
 
     def run(device: EmulatedDevice):
@@ -112,6 +127,29 @@ def test_block_copy():
         expected = cache.clone()
         expected[copies[:, 1].long()] = cache[copies[:, 0].long()]
         assert torch.equal(ours, expected)
+
+
+def test_copies_that_depend_on_one_another_are_launched_apart():
+    rng = np.random.default_rng(5)
+    cut = 0
+    for _ in range(200):
+        # Few blocks, so that sources and destinations meet; a copy onto itself is none.
+        pairs = rng.integers(0, 12, (int(rng.integers(0, 9)), 2)).astype(np.int32)
+        copies = pairs[pairs[:, 0] != pairs[:, 1]]
+        expected = np.arange(12)
+        for source, destination in copies:
+            expected[destination] = expected[source]
+        found = np.arange(12)
+        launches = cut_copies(copies)
+        for launch in launches:
+            before = found.copy()
+            for source, destination in launch[rng.permutation(len(launch))]:
+                assert found[source] == before[source]  # whatever ran before it in this launch
+                assert found[destination] == before[destination]
+                found[destination] = found[source]
+        assert found.tolist() == expected.tolist()
+        cut += len(launches) > 1
+    assert cut > 50
 
 
 class TestDecode:
@@ -166,11 +204,11 @@ class TestDecode:
 
 
 def test_offsets_beyond_32_bits():
-    """Blocks so far into a cache that element offsets do not fit 32 bits, in a cache of 20 GB that is
-    never touched elsewhere."""
-    block, dim, size = 300_000, 128, 64
+    """A block so far into a cache that element offsets do not fit 32 bits, signed or not; the rest
+    of the cache is never touched, so it takes no memory."""
+    block, dim, size = 600_000, 128, 64
     far = block * size * dim
-    assert far > 2**31
+    assert far > 2**32
     q, k, v = (randn(1, dim, dtype=torch.bfloat16, seed=seed) for seed in range(3))
     with EmulatedDevice(write_library(torch.bfloat16), SCHEDULES[0]) as device:
         caches = [device.allocate(name, 2 * (far + size * dim)) for name in ("k", "v")]
@@ -197,34 +235,45 @@ def test_offsets_beyond_32_bits():
         "block_ids": [block],
         "items": [0, 0, -1],
     }
-    with EmulatedDevice(decode_library(torch.bfloat16), SCHEDULES[0]) as device:
-        caches = [device.allocate(name, 2 * (far + size * dim)) for name in ("k", "v")]
-        for cache, value in zip(caches, (k, v), strict=True):
-            device.write(cache + 2 * far, value)
-        magic, shift = division_by(size)
-        out = device.upload("out", torch.zeros_like(q))
-        params = PagedAttentionDecodeParams(
-            **{
+    magic, shift = division_by(size)
+    common = {"scale": 1.0, "kv_heads": 1, "group": 1, "block_size": size}
+    common |= {"block_magic": magic, "block_shift": shift}
+    decode = decode_kernel("BFloat16", dim, 1)
+    prefill = prefill_kernel("BFloat16", dim)
+    for kernel, library, struct, more, shared in (
+        (
+            decode,
+            decode_library(torch.bfloat16),
+            PagedAttentionDecodeParams,
+            {"chunk_tokens": CHUNK, "max_rows": 1},
+            decode_shared_bytes("BFloat16", dim, 1),
+        ),
+        (
+            prefill,
+            prefill_library(torch.bfloat16),
+            PagedAttentionPrefillParams,
+            {},
+            prefill_shared_bytes(dim),
+        ),
+    ):
+        with EmulatedDevice(library, SCHEDULES[0]) as device:
+            caches = {
+                name: device.allocate(name, 2 * (far + size * dim))
+                for name in ("k_cache", "v_cache")
+            }
+            for cache, value in zip(caches.values(), (k, v), strict=True):
+                device.write(cache + 2 * far, value)
+            out = device.upload("out", torch.zeros_like(q))
+            addresses = {
                 name: device.upload(name, torch.tensor(values, dtype=torch.int32))
                 for name, values in ints.items()
-            },
-            q=device.upload("q", q),
-            k_cache=caches[0],
-            v_cache=caches[1],
-            out=out,
-            scale=1.0,
-            kv_heads=1,
-            group=1,
-            block_size=size,
-            block_magic=magic,
-            block_shift=shift,
-            chunk_tokens=CHUNK,
-            max_rows=1,
-        )
-        shared = decode_shared_bytes("BFloat16", dim, 1)
-        kernel = decode_kernel("BFloat16", dim, 1)
-        device.launch(kernel, (1, 1, 1), DECODE_THREADS, params, shared)
-        assert torch.equal(device.download(out, v), v)  # a single key has all the weight
+            }
+            params = struct(
+                **addresses, **caches, **common, **more, q=device.upload("q", q), out=out
+            )
+            device.launch(kernel, (1, 1, 1), 128, params, shared)
+            # A single key has all the weight.
+            assert torch.equal(device.download(out, v), v), kernel
 
 
 def test_padding_is_not_written():
@@ -278,6 +327,57 @@ def test_work_covers_every_visible_key_once(seed):
         assert number > 1
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_prefill_work_covers_every_row_once_and_the_longest_first(seed):
+    rng = np.random.default_rng(seed)
+    count, group = int(rng.integers(1, 12)), int(rng.integers(1, 9))
+    queries = rng.choice([0, 1, 7, 8, 9, 63, 64, 65, 500], count)
+    seq_lens = (queries + rng.choice([0, 1, 1000], count)).astype(np.int32)
+    starts = np.concatenate(([0], np.cumsum(queries))).astype(np.int32)
+    items = cut_prefill_work(starts, seq_lens, group=group, tile_rows=64).tolist()
+    expected = {(i, tile) for i in range(count) for tile in range(-(-queries[i] * group // 64))}
+    assert sorted(map(tuple, items)) == sorted(expected)
+    seen = []
+    for sequence, tile in items:
+        last_row = min((tile + 1) * 64, queries[sequence] * group) - 1
+        seen.append(seq_lens[sequence] - queries[sequence] + last_row // group + 1)
+    # A tile that ends inside of a token's rows may see one key more than it is sorted by.
+    assert all(later <= sooner + 1 for sooner, later in itertools.pairwise(seen))
+
+
+class TestPrefill:
+    """What the prefill kernel promises besides being right."""
+
+    shape = Shape(64, 1, 3, 16, torch.bfloat16, torch.bfloat16)
+
+    def run(self, steps, lengths):
+        world = World(self.shape, lengths, 5)
+        world._implementation = EmulatedBackend(SCHEDULES[2], CHUNK, prefill=True)
+        return world.run(steps)
+
+    def test_rows_do_not_depend_on_batch_or_chunks(self):
+        lengths = [150, 40]
+        whole = self.run([[(0, 150)], [(1, 40)]], lengths)
+        for steps in (
+            [[(0, 150), (1, 40)]],
+            [[(0, 64), (1, 1)], [(1, 39), (0, 86)]],
+            [[(0, 17)], [(0, 100), (1, 33)], [(0, 33), (1, 7)]],
+        ):
+            for ours, theirs in zip(self.run(steps, lengths), whole, strict=True):
+                assert torch.equal(ours, theirs)
+
+    def test_a_sequence_of_nan_leaves_its_neighbours_alone(self):
+        case = Case("nan", self.shape, ((10, 60), (70, 20)))
+        outputs = []
+        for value in (1.0, float("nan")):
+            world = case.world()
+            world._implementation = EmulatedBackend(SCHEDULES[0], CHUNK, prefill=True)
+            world.sequences[0].qkv.mul_(value)
+            outputs.append(world.step(case.work))
+        assert outputs[1][0].isnan().all()
+        assert torch.equal(outputs[0][1], outputs[1][1])
+
+
 def test_division_by_multiplication_is_exact():
     rng = np.random.default_rng(1)
     for block_size in [*range(1, 300), 1024, 65535, 65536, 1_000_003]:
@@ -285,7 +385,13 @@ def test_division_by_multiplication_is_exact():
         assert magic < 2**32
         edges = [n for q in (1, 2, 1000) for n in (q * block_size - 1, q * block_size)]
         top = 2**31 - 1
-        for n in [0, top, top // block_size * block_size, *edges, *rng.integers(0, top, 20).tolist()]:
+        for n in [
+            0,
+            top,
+            top // block_size * block_size,
+            *edges,
+            *rng.integers(0, top, 20).tolist(),
+        ]:
             if n <= top:
                 assert n * magic >> (31 + shift) == n // block_size
 

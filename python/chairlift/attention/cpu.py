@@ -97,11 +97,6 @@ class CpuBackend:
 
 def _make_layer(params: AttentionParams) -> _core.AttentionLayer:
     """Take down a layer's sizes and addresses; ``params`` keeps the tensors alive."""
-    if params.window or params.soft_cap:
-        raise AttentionError(
-            f"the cpu kernel has no window ({params.window}) and no soft_cap ({params.soft_cap}); "
-            "the reference has"
-        )
     rope = None
     if params.cos_sin is not None:
         cos, sin = params.cos_sin
@@ -125,6 +120,8 @@ def _make_layer(params: AttentionParams) -> _core.AttentionLayer:
         norms[0],
         norms[1],
         params.norm_eps,
+        params.window,
+        params.soft_cap,
     )
 
 

@@ -51,7 +51,7 @@ def gather_kv(cache: Tensor, block_ids: Tensor, seq_len: int) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, soft_cap: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: int = 0, soft_cap: float = 0.0
 ) -> Tensor:
     """Causal attention of the last ``q`` positions of a sequence.
 
@@ -110,6 +110,11 @@ class ReferenceBackend:
             keys, values = (gather_kv(cache, table, seq_len) for cache in (k_cache, v_cache))
             tokens = slice(int(starts[i]), int(starts[i + 1]))
             out[tokens] = attend(
-                q[tokens], keys, values, params.scale, params.window, params.soft_cap
+                q[tokens],
+                keys,
+                values,
+                params.scale,
+                window=params.window,
+                soft_cap=params.soft_cap,
             )
         return out.view(qkv.shape[0], heads * dim).to(qkv.dtype)

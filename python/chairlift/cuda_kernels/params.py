@@ -1,7 +1,7 @@
 """The kernels' parameter structs, field by field as in the ``.cu`` files, which explain them.
 
-:func:`layout_checks` turns them into C++ assertions that every compilation contains, so that the two
-sides cannot drift apart.
+:func:`layout_checks` turns them into C++ assertions that every compilation contains, so that the
+two sides cannot drift apart.
 """
 
 from __future__ import annotations

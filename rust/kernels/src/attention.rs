@@ -6,6 +6,7 @@
 
 pub mod items;
 
+use std::num::NonZeroUsize;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -46,6 +47,10 @@ pub struct Layer {
     pub k_norm: Option<Vector>,
     /// Added to the mean square in both norms.
     pub norm_eps: f32,
+    /// Positions that a query sees, up to its own; none: all of them.
+    pub window: Option<NonZeroUsize>,
+    /// Scores become `cap * tanh(score / cap)`; none: they stay.
+    pub soft_cap: Option<f32>,
 }
 
 // SAFETY: the pointers are only read, and only under the contract of `forward`.

@@ -13,6 +13,7 @@
 mod pack;
 mod rows;
 
+use std::num::NonZeroUsize;
 use std::sync::PoisonError;
 
 use pulp::Simd;
@@ -50,8 +51,12 @@ struct Frame {
     stride: usize,
     rows: usize,
     group: usize,
-    /// Positions that the first row sees.
+    /// End of the positions that the first row sees.
     first_visible: usize,
+    /// Positions that a row sees before that end.
+    window: usize,
+    /// Bound of the scores, to base two.
+    soft_cap: Option<f32>,
     /// Queries `[rows, dim]`, scaled.
     queries: *const f32,
     /// Softmax states `[rows, stride]` of the current segment.
@@ -74,10 +79,16 @@ impl Frame {
         rows
     }
 
-    /// Positions that a row sees.
+    /// End of the positions that a row sees.
     #[inline(always)]
     fn visible(&self, row: usize) -> usize {
         self.first_visible + row / self.group
+    }
+
+    /// Positions before those that a row sees.
+    #[inline(always)]
+    fn passed(&self, row: usize) -> usize {
+        self.visible(row).saturating_sub(self.window)
     }
 }
 
@@ -113,6 +124,11 @@ pub(crate) fn run_item<S: Simd, E: Element, C: Element>(
         rows,
         group: call.group,
         first_visible: seq_len - queries + item.query_begin as usize + 1,
+        window: call.layer.window.map_or(usize::MAX, NonZeroUsize::get),
+        soft_cap: call
+            .layer
+            .soft_cap
+            .map(|cap| cap * std::f32::consts::LOG2_E),
         queries: query_area.as_ptr(),
         states: states.as_mut_ptr(),
         keys: keys.as_mut_ptr(),
@@ -214,8 +230,11 @@ unsafe fn run_segment<S: Simd, E: Element, C: Element>(
     }
     let visible = frame.visible(frame.rows - 1);
     let own_end = visible.min(item.segment_end as usize * SEGMENT);
-    let begin = segment * SEGMENT;
-    let end = (begin + SEGMENT).min(visible);
+    let end = (segment * SEGMENT + SEGMENT).min(visible);
+    let begin = (segment * SEGMENT).max(frame.passed(0) / TILE * TILE);
+    if begin >= end {
+        return; // the window has left this segment behind
+    }
     // Few rows read the values where they lie; many are worth a widened copy.
     let in_place = frame.rows <= ROWS && frame.dim == frame.width;
     let widened = frame.widened();
@@ -227,7 +246,7 @@ unsafe fn run_segment<S: Simd, E: Element, C: Element>(
         for row in (0..frame.rows).step_by(ROWS) {
             let rows = ROWS.min(frame.rows - row);
             let last_visible = frame.visible(row + rows - 1);
-            if last_visible <= tile.begin {
+            if last_visible <= tile.begin || frame.passed(row) >= tile.begin + TILE {
                 continue;
             }
             let tokens = tile.tokens.min(last_visible - tile.begin);

@@ -9,6 +9,8 @@
     reason = "PyO3 hands arguments over by value"
 )]
 
+use std::num::NonZeroUsize;
+
 use chairlift_kernels::attention::{self, Layer, RopeTables, Tensors, Vector};
 use chairlift_kernels::batch::{self, BatchArrays};
 use chairlift_kernels::element::Dtype;
@@ -70,9 +72,9 @@ pub struct AttentionLayer(Layer);
 
 #[pymethods]
 impl AttentionLayer {
-    /// `rope` is (cos, sin, `max_position`, `rotary_dim` / 2); a norm is (address, is bfloat16).
+    /// `rope` is (cos, sin, `max_position`, `rotary_dim` / 2); a norm is (address, is bfloat16); a
+    /// `window` or `soft_cap` of 0 is none.
     #[new]
-    #[pyo3(signature = (num_heads, num_kv_heads, head_dim, scale, rope, q_norm, k_norm, norm_eps))]
     #[allow(clippy::too_many_arguments)] // one flat call from Python
     fn new(
         num_heads: usize,
@@ -83,6 +85,8 @@ impl AttentionLayer {
         q_norm: Option<(usize, bool)>,
         k_norm: Option<(usize, bool)>,
         norm_eps: f32,
+        window: usize,
+        soft_cap: f32,
     ) -> Self {
         let vector = |(address, is_bf16): (usize, bool)| Vector {
             data: address as *const u8,
@@ -102,6 +106,8 @@ impl AttentionLayer {
             q_norm: q_norm.map(vector),
             k_norm: k_norm.map(vector),
             norm_eps,
+            window: NonZeroUsize::new(window),
+            soft_cap: (soft_cap > 0.0).then_some(soft_cap),
         })
     }
 }

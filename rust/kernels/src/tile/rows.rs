@@ -130,13 +130,19 @@ pub(super) unsafe fn weigh_rows<S: Simd>(simd: S, frame: &Frame, step: &Step) {
             let scores = frame.weights.add(r * TILE);
             let state = frame.states.add(row * frame.stride);
             let (whole, rest) = (visible / lanes, visible % lanes);
-            let seen = visible.div_ceil(lanes);
+            let passed = frame.passed(row).saturating_sub(step.tile_begin);
+            let seen = if passed < visible {
+                visible.div_ceil(lanes)
+            } else {
+                0
+            };
             for v in seen..vectors {
                 f32::store(simd, scores.add(v * lanes), simd.splat_f32s(0.0));
             }
-            if visible == 0 {
+            if seen == 0 {
                 continue;
             }
+            limit(scores, visible, passed, frame.soft_cap);
             let mut highest = simd.splat_f32s(f32::NEG_INFINITY);
             for v in 0..whole {
                 highest = simd.max_f32s(highest, f32::load(simd, scores.add(v * lanes)));
@@ -168,6 +174,22 @@ pub(super) unsafe fn weigh_rows<S: Simd>(simd: S, frame: &Frame, step: &Step) {
             f32::store(simd, weight_sums, sum);
         }
     }
+}
+
+/// Caps the scores of the visible positions and hides those that the window has passed.
+///
+/// # Safety
+/// `scores` has `visible` elements, more than `passed`.
+#[inline(always)]
+unsafe fn limit(scores: *mut f32, visible: usize, passed: usize, soft_cap: Option<f32>) {
+    // SAFETY: the caller's promise.
+    let scores = unsafe { std::slice::from_raw_parts_mut(scores, visible) };
+    if let Some(cap) = soft_cap {
+        for score in &mut scores[passed..] {
+            *score = cap * (*score / cap).tanh();
+        }
+    }
+    scores[..passed].fill(f32::NEG_INFINITY);
 }
 
 /// Multiplies a state's sums by `2^exponent`.
