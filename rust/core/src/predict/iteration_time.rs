@@ -11,8 +11,8 @@
 //! (`moments`): a prior that is never forgotten holds what the load does not show, and terms that come
 //! and go together share their time. Sums are kept apart by the number of tokens, so that a long stretch
 //! of decodes does not wear away what prefill costs, and so that the maximum's knee can be chosen among
-//! their borders (`fit`). An iteration counts by its relative error, and one that was stalled from
-//! outside is cut to a few times the usual.
+//! their borders (`fit`). An iteration counts by its error relative to what it took or should have
+//! taken, whichever is more: one that was stalled from outside counts for little, the less the longer.
 //!
 //! All arithmetic is plain, in a fixed order: the same log gives the same model, to the bit.
 
@@ -31,12 +31,6 @@ use crate::predict::iteration_time::moments::{BinnedMoments, Row, bin_of};
 const FEWEST: u64 = 32;
 /// Iterations between two fits.
 const FIT_EVERY: u64 = 16;
-/// Iterations of about the same size before one of them can be an outlier.
-const FAMILIAR: f64 = 16.0;
-/// An outlier is cut to this many times the mean relative error.
-const CLIP: f64 = 4.0;
-/// The mean relative error is taken to be this much at least.
-const LEAST_ERROR: f64 = 0.02;
 /// Power of two of the smallest ratio of measured to predicted time that is told apart.
 const LOWEST_RATIO: i32 = -8;
 
@@ -160,19 +154,15 @@ impl CostModel {
     pub fn observe(&mut self, shape: &StepShape, time_us: f64) -> Option<f64> {
         let time_us = time_us.max(1.0);
         let predicted = self.predict(shape);
-        let bin = bin_of(shape.tokens);
-        let (mut learned, mut scale) = (time_us, time_us);
+        let mut scale = time_us;
         if let Some(predicted) = predicted.map(|time| time.max(1.0)) {
             let ratio = time_us / predicted;
-            if self.moments.weight(bin) >= FAMILIAR {
-                let most = CLIP * self.error.mean().max(LEAST_ERROR);
-                learned = predicted * ratio.clamp(1.0 - most, 1.0 + most);
-            }
-            scale = learned.max(predicted);
+            scale = scale.max(predicted);
             self.ratios.observe(ratio);
             self.error.observe((ratio - 1.0).abs().min(1.0));
         }
-        self.moments.add(bin, &Row::new(shape, learned, scale));
+        let row = Row::new(shape, time_us, scale);
+        self.moments.add(bin_of(shape.tokens), &row);
         self.num_observations += 1;
         self.most_tokens = self.most_tokens.max(shape.tokens);
         let count = self.num_observations;
