@@ -37,6 +37,8 @@ pub(crate) struct Backfilling {
     curve: Curve,
     /// Whom the curve was made of, and when they joined.
     running: Vec<(Arrival, u64)>,
+    /// Whether that was looked at in this decision, and nobody was admitted since.
+    is_current: bool,
     behind: Behind,
 }
 
@@ -154,6 +156,7 @@ impl Scheduler<'_> {
             return;
         }
         let mut state = std::mem::take(&mut self.lane.backfill);
+        state.is_current = false;
         let queue = &self.ledger.queue;
         queue.collect_behind(head, count, &mut state.behind);
         let bounded = self.bounded_tenant(head);
@@ -234,6 +237,7 @@ impl Scheduler<'_> {
         }
         self.ledger.sequences[key.0].is_guest = is_easy;
         self.ledger.counters.backfilled += 1;
+        state.is_current = false;
         self.start_newcomer(next, key, chunk, handed);
     }
 
@@ -292,6 +296,9 @@ impl Scheduler<'_> {
     /// Makes the curve anew if the running set or the predictions for it have changed.
     fn refresh_curve(&self, state: &mut Backfilling) {
         let now = self.iteration();
+        if std::mem::replace(&mut state.is_current, true) {
+            return;
+        }
         let sequences = &self.ledger.sequences;
         let running = self.lane.running.iter();
         let running = running.map(|key| {

@@ -444,7 +444,8 @@ impl Scheduler<'_> {
     /// has changed, if that would not be enough.
     fn preempt_for(&mut self, next: Next, key: SequenceKey, lack: Lack) -> bool {
         let below = self.ledger.rules.policy().preempt_to_admit;
-        if !(below || self.lane.backfill.is_head(key)) || lack.blocks + lack.rows == 0 {
+        let may_have_guests = self.ledger.sequences[key.0].blocked_since.is_some();
+        if !(below || may_have_guests) || lack.blocks + lack.rows == 0 {
             return false;
         }
         let level = below.then(|| self.level_of(next));

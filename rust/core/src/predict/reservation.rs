@@ -120,12 +120,14 @@ impl Curve {
         let (mut ended, mut freed, mut rows) = (0, 0, self.free_rows);
         while let Some(&Occupant { ends_at: at, .. }) = self.occupants.get(ended) {
             let before = self.free_at(at.saturating_sub(1), ended, freed);
-            let (mut blocks, mut fits) = (0, false);
+            let (mut blocks, mut fits) = (self.free_at(at, ended, freed), false);
+            let (whole, above) = self.growth(at);
             while let Some(occupant) = self.occupants.get(ended).filter(|o| o.ends_at == at) {
+                let grown = whole + u64::from(self.fills[ended] > above);
+                blocks += i64::from(occupant.held) + grown as i64;
                 freed += i64::from(occupant.held);
                 rows += i64::from(occupant.rows);
                 ended += 1;
-                blocks = self.free_at(at, ended, freed);
                 fits = blocks >= i64::from(self.need.blocks) && rows >= i64::from(self.need.rows);
                 if fits {
                     break;
@@ -143,14 +145,20 @@ impl Curve {
         }
     }
 
-    /// Free blocks in iteration `at`, by when the first `ended` have ended and freed so many.
+    /// Blocks that everybody has taken more by iteration `at`, and with how many tokens in its last block
+    /// a sequence has taken one beside.
     ///
-    /// A sequence with `f` tokens in its last block has taken `(f + t - 1) / block_size` more after `t`
-    /// iterations; that is one division for all of them, and a count of those that are one ahead.
-    fn free_at(&self, at: u64, ended: usize, freed: i64) -> i64 {
+    /// With `f` tokens in it, it has taken `(f + t - 1) / block_size` after `t` iterations: that is one
+    /// division for all of them.
+    fn growth(&self, at: u64) -> (u64, u32) {
         let passed = at.saturating_sub(self.now);
         let (whole, rest) = (passed / self.block_size, passed % self.block_size);
-        let above = (self.block_size - rest) as u32;
+        (whole, (self.block_size - rest) as u32)
+    }
+
+    /// Free blocks in iteration `at`, by when the first `ended` have ended and freed so many.
+    fn free_at(&self, at: u64, ended: usize, freed: i64) -> i64 {
+        let (whole, above) = self.growth(at);
         let running = &self.fills[ended..];
         let ahead = running.iter().map(|&fill| u64::from(fill > above));
         let grown = running.len() as u64 * whole + ahead.sum::<u64>();

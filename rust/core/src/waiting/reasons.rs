@@ -4,7 +4,8 @@
 //! can hold the first of the queue up; a request remembers what they showed when it came, and the
 //! difference when it leaves is its share of each. That is the time for which it would have waited
 //! first come, first served, too. From the moment on at which somebody who came later went ahead of it,
-//! its wait is put down to fairness: to the order among flows. The time for which its tenant was held is
+//! its wait is put down to fairness: to the order among flows. Who is let ahead by backfill is not told
+//! here: the first of the queue waits for memory (or rows) all the same. The time for which its tenant was held is
 //! put down to the rate.
 //!
 //! When somebody went ahead is found in a short history of the newest request admitted so far; beyond

@@ -355,3 +355,23 @@ fn a_guest_is_charged_as_anybody_is() {
         assert_eq!(served.map(|share| share.served), Some(price), "{mode:?}");
     }
 }
+
+#[test]
+fn candidates_are_looked_at_in_the_queues_order() {
+    for (sharing, expected) in [(Sharing::Fair, [2, 5]), (Sharing::Fcfs, [2, 3])] {
+        let mut policy = Policy {
+            sharing,
+            ..Policy::default()
+        };
+        policy.memory.backfill_candidates = 2;
+        let mut harness = with_blocked_head(Backfill::Easy, policy);
+        for id in 2..5 {
+            submit(&mut harness, "bob", id, 4, 1);
+        }
+        submit(&mut harness, "long", 5, 4, 1);
+        harness.step();
+        let ahead: Vec<u64> = (2..6).filter(|&id| has_started(&harness, id)).collect();
+        assert_eq!(ahead, expected, "{sharing:?}");
+        harness.run_to_end();
+    }
+}

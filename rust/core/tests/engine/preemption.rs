@@ -65,10 +65,10 @@ fn the_lowest_level_gives_way_first_whatever_it_costs() {
     let mut policy = two_levels();
     policy.preempt_to_admit = false;
     let mut harness = engine(16, policy);
-    harness.submit_for("ann", "high", plain(0, 16, 30));
-    harness.submit_for("ann", "high", plain(1, 4, 30));
-    harness.submit_for("bob", "low", plain(2, 20, 30));
-    assert_eq!(victim(&mut harness), 2);
+    harness.submit_for("bob", "low", plain(0, 20, 30));
+    harness.submit_for("ann", "high", plain(1, 16, 30));
+    harness.submit_for("ann", "high", plain(2, 4, 30));
+    assert_eq!(victim(&mut harness), 0, "though it is the oldest");
     harness.run_to_end();
 }
 
