@@ -160,7 +160,9 @@ impl Scheduler<'_> {
         let queue = &self.ledger.queue;
         queue.collect_behind(head, count, &mut state.behind);
         let bounded = self.bounded_tenant(head);
-        let need = self.need_of(head, lack);
+        let missing_later = self.lane.foresight.missing_blocks;
+        let missing = lack.blocks.max(missing_later);
+        let need = self.need_of(head, missing);
         for at in 0..state.behind.found.len() {
             if !self.has_room_for_anybody() {
                 break;
@@ -171,6 +173,8 @@ impl Scheduler<'_> {
             }
         }
         self.lane.backfill = state;
+        // What the next ones lack does not matter: it is the head that the queue waits for.
+        self.lane.foresight.missing_blocks = missing_later;
     }
 
     /// Whether anybody can fit: looking at candidates costs nothing where nobody does.
@@ -281,10 +285,10 @@ impl Scheduler<'_> {
         self.lane.step.number + 1
     }
 
-    /// What must be free for the head.
-    fn need_of(&self, head: SequenceKey, lack: Lack) -> Need {
-        let blocks = if lack.blocks > 0 {
-            self.lane.pool.available() + lack.blocks
+    /// What must be free for the head, which misses so many blocks now or later.
+    fn need_of(&self, head: SequenceKey, missing_blocks: u32) -> Need {
+        let blocks = if missing_blocks > 0 {
+            self.lane.pool.available() + missing_blocks
         } else {
             let sequence = &self.ledger.sequences[head.0];
             self.limits.blocks_for(sequence.num_tokens() + 1) + self.limits.watermark_blocks()

@@ -62,8 +62,29 @@ struct MadeAt {
     /// Comings and goings.
     changes: u64,
     step: u64,
-    /// Those of levels below it are left out.
+    /// Who is left out.
+    giving_way: GivingWay,
+}
+
+/// Who gives way to a newcomer, so that it need not wait for what they will need.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct GivingWay {
+    /// Those of levels below it.
     level: usize,
+    /// Guests that joined from that step on.
+    guests_since: Option<u64>,
+}
+
+impl GivingWay {
+    const NOBODY: Self = Self {
+        level: usize::MAX,
+        guests_since: None,
+    };
+
+    fn has(self, sequence: &Sequence) -> bool {
+        let since = self.guests_since;
+        sequence.level > self.level || since.is_some_and(|since| sequence.is_guest_since(since))
+    }
 }
 
 impl Scheduler<'_> {
@@ -117,7 +138,7 @@ impl Scheduler<'_> {
     }
 
     /// Blocks missing later for a sequence of which the prefix cache has so much, though those of levels
-    /// below `level` give way. Not asked where blocks are missing now and nobody gives way.
+    /// below `level` and its guests give way. Not asked where blocks are missing now and nobody does.
     fn missing_later(
         &mut self,
         key: SequenceKey,
@@ -130,17 +151,23 @@ impl Scheduler<'_> {
         if admission == MemoryAdmission::Optimistic || running.is_empty() {
             return 0;
         }
-        let is_lower = |key: &SequenceKey| self.ledger.sequences[key.0].level > level;
-        let level = if policy.preempt_to_admit && running.iter().any(is_lower) {
-            level
-        } else if missing_now > 0 {
-            return 0;
-        } else {
-            usize::MAX
+        let sequences = &self.ledger.sequences;
+        let mut giving_way = GivingWay {
+            guests_since: sequences[key.0].blocked_since,
+            ..GivingWay::NOBODY
         };
+        if policy.preempt_to_admit {
+            giving_way.level = level;
+        }
+        if !running.iter().any(|key| giving_way.has(&sequences[key.0])) {
+            if missing_now > 0 {
+                return 0;
+            }
+            giving_way = GivingWay::NOBODY;
+        }
         let missing = match admission {
-            MemoryAdmission::Reserve => self.missing_for_good(key, cached, level),
-            _ => self.missing_at_the_peak(key, cached, level),
+            MemoryAdmission::Reserve => self.missing_for_good(key, cached, giving_way),
+            _ => self.missing_at_the_peak(key, cached, giving_way),
         };
         if missing > 0 {
             self.ledger.overflow.refused();
@@ -162,15 +189,20 @@ impl Scheduler<'_> {
         (needed + watermark).saturating_sub(self.lane.pool.available())
     }
 
-    /// Blocks missing for all that it and those that run, of a level and above, may grow to.
-    fn missing_for_good(&self, key: SequenceKey, cached: PrefixMatch, level: usize) -> u32 {
+    /// Blocks missing for all that it and those that run, and stay, may grow to.
+    fn missing_for_good(
+        &self,
+        key: SequenceKey,
+        cached: PrefixMatch,
+        giving_way: GivingWay,
+    ) -> u32 {
         let (mut promised, mut free) = (0, self.lane.pool.available());
         for key in &self.lane.running {
             let sequence = &self.ledger.sequences[key.0];
-            if sequence.level <= level {
-                promised += self.growth(sequence);
-            } else {
+            if giving_way.has(sequence) {
                 free += sequence.table.blocks().len() as u32 - sequence.num_shared_blocks;
+            } else {
+                promised += self.growth(sequence);
             }
         }
         let needed = self.growth(&self.ledger.sequences[key.0]) - cached.num_blocks;
@@ -191,9 +223,14 @@ impl Scheduler<'_> {
         (most + copied).saturating_sub(held) + sequence.num_unborn * (most - shared)
     }
 
-    /// Blocks by which the future peak of a newcomer and of those of a level and above exceeds the pool.
-    fn missing_at_the_peak(&mut self, key: SequenceKey, cached: PrefixMatch, level: usize) -> u32 {
-        self.foresee(level);
+    /// Blocks by which the future peak of a newcomer and of those that stay exceeds the pool.
+    fn missing_at_the_peak(
+        &mut self,
+        key: SequenceKey,
+        cached: PrefixMatch,
+        giving_way: GivingWay,
+    ) -> u32 {
+        self.foresee(giving_way);
         let (load, revived) = self.load_of_newcomer(key, cached);
         let peak = self.lane.foresight.peak.peak_with(load, revived);
         let block_size = u64::from(self.limits.block_size());
@@ -201,14 +238,14 @@ impl Scheduler<'_> {
         peak.saturating_sub(pool).div_ceil(block_size) as u32
     }
 
-    /// Makes the future peak of those of a level and above, unless it is at hand.
-    fn foresee(&mut self, level: usize) {
+    /// Makes the future peak of those that stay, unless it is at hand.
+    fn foresee(&mut self, giving_way: GivingWay) {
         let limits = self.limits;
         let (changes, step) = (self.ledger.overflow.changes(), self.lane.step.number);
         let foresight = &mut self.lane.foresight;
         let is_fresh = |made_at: MadeAt| {
             let age = step - made_at.step;
-            (made_at.changes, made_at.level) == (changes, level)
+            (made_at.changes, made_at.giving_way) == (changes, giving_way)
                 && age < u64::from(limits.block_size())
         };
         if foresight.made_at.is_some_and(is_fresh) {
@@ -224,7 +261,7 @@ impl Scheduler<'_> {
             }
             let shared = sequence.num_shared_blocks;
             freed_blocks += sequence.table.blocks().len() as u32 - shared;
-            if sequence.level <= level {
+            if !giving_way.has(sequence) {
                 let remaining = self.ledger.remaining_at(sequence, quantile);
                 let load = load_of(sequence, shared, remaining, limits);
                 foresight.peak.push(load);
@@ -236,7 +273,7 @@ impl Scheduler<'_> {
         foresight.made_at = Some(MadeAt {
             changes,
             step,
-            level,
+            giving_way,
         });
     }
 
@@ -255,8 +292,8 @@ impl Scheduler<'_> {
         let before = self.ledger.overflow.changes();
         self.ledger.sequences[key.0].life = Some(self.ledger.overflow.begin());
         let made_at = self.lane.foresight.made_at.take();
-        let level = self.ledger.sequences[key.0].level;
-        let knows = |at: &MadeAt| at.changes == before && level <= at.level;
+        let sequence = &self.ledger.sequences[key.0];
+        let knows = |at: &MadeAt| at.changes == before && !at.giving_way.has(sequence);
         if let Some(made_at) = made_at.filter(knows) {
             let (load, revived) = self.load_of_newcomer(key, cached);
             self.lane.foresight.peak.insert(load, revived);

@@ -357,8 +357,11 @@ impl Scheduler<'_> {
             // It stays ahead of those it went ahead of, or they would take its place.
             sequence.level = 0;
         }
-        handed.rows += u64::from(sequence.num_rows());
-        handed.blocks += sequence.table.blocks().len() as u64;
+        if !matches!(next, Next::Returning(..)) {
+            // What returns was let in before: it is no service to those that wait for their first time.
+            handed.rows += u64::from(sequence.num_rows());
+            handed.blocks += sequence.table.blocks().len() as u64;
+        }
     }
 
     /// Sets the next request aside if its tenant's bounds say so; then somebody else is next.

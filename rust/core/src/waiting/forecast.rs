@@ -11,6 +11,8 @@ use crate::waiting::queue::Work;
 
 /// Microseconds after which a measurement counts for a third (1/e).
 const MEMORY_US: f64 = 5_000_000.0;
+/// Rows that are handed out until then at least: what comes slowly is measured over more time.
+const MEMORY_ROWS: f64 = 64.0;
 
 /// An amount per microsecond, as a decaying mean over the time it was measured in.
 #[derive(Clone, Copy, Debug, Default)]
@@ -24,6 +26,14 @@ impl Rate {
     pub fn measure(&mut self, amount: u64, time_us: u64) {
         let time_us = time_us as f64;
         let keep = (-time_us / MEMORY_US).exp();
+        self.amount = self.amount * keep + amount as f64;
+        self.time_us = self.time_us * keep + time_us;
+    }
+
+    /// Counts `amount` in the last `time_us`, in which so many `rows` were handed out.
+    fn measure_slowly(&mut self, amount: u64, time_us: u64, rows: u64) {
+        let time_us = time_us as f64;
+        let keep = (-(time_us / MEMORY_US).min(rows as f64 / MEMORY_ROWS)).exp();
         self.amount = self.amount * keep + amount as f64;
         self.time_us = self.time_us * keep + time_us;
     }
@@ -101,8 +111,8 @@ impl Forecast {
     /// were handed out.
     pub fn measure_admissions(&mut self, blocked: Blocked, time_us: u64, rows: u64, blocks: u64) {
         match blocked {
-            Blocked::Slots => self.rows.measure(rows, time_us),
-            Blocked::Memory => self.blocks.measure(blocks, time_us),
+            Blocked::Slots => self.rows.measure_slowly(rows, time_us, rows),
+            Blocked::Memory => self.blocks.measure_slowly(blocks, time_us, rows),
             Blocked::Budget | Blocked::Window | Blocked::Sla => {}
         }
     }
