@@ -29,8 +29,11 @@ use crate::predict::iteration_time::moments::{BinnedMoments, Row, bin_of};
 
 /// Iterations before the model says anything.
 const FEWEST: u64 = 32;
-/// Iterations between two fits.
+/// Iterations between two fits, where none is a surprise.
 const FIT_EVERY: u64 = 16;
+/// An error of so many times the mean one, and of [`LEAST_SURPRISE`], is a surprise.
+const SURPRISE: f64 = 4.0;
+const LEAST_SURPRISE: f64 = 0.08;
 /// Power of two of the smallest ratio of measured to predicted time that is told apart.
 const LOWEST_RATIO: i32 = -8;
 
@@ -155,9 +158,12 @@ impl CostModel {
         let time_us = time_us.max(1.0);
         let predicted = self.predict(shape);
         let mut scale = time_us;
+        let mut is_surprise = false;
         if let Some(predicted) = predicted.map(|time| time.max(1.0)) {
             let ratio = time_us / predicted;
             scale = scale.max(predicted);
+            let usual = (SURPRISE * self.error.mean()).max(LEAST_SURPRISE);
+            is_surprise = (ratio - 1.0).abs() > usual;
             self.ratios.observe(ratio);
             self.error.observe((ratio - 1.0).abs().min(1.0));
         }
@@ -166,7 +172,7 @@ impl CostModel {
         self.num_observations += 1;
         self.most_tokens = self.most_tokens.max(shape.tokens);
         let count = self.num_observations;
-        if count.is_power_of_two() || count.is_multiple_of(FIT_EVERY) {
+        if is_surprise || count.is_power_of_two() || count.is_multiple_of(FIT_EVERY) {
             // Early, and ever more rarely, all places for the knee are tried; else a few.
             self.fit.update(&self.moments, count.is_power_of_two());
         }
