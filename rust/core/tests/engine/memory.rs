@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 
 use chairlift_core::config::Settings;
-use chairlift_core::config::memory::{MemoryAdmission, MemorySettings};
+use chairlift_core::config::memory::{Backfill, MemoryAdmission, MemorySettings};
 use chairlift_core::config::policy::{ClassSettings, Policy};
 use chairlift_core::request::NewRequest;
 use chairlift_core::sim::{
@@ -20,6 +20,8 @@ fn policy(admission: MemoryAdmission, overflow: f64) -> Policy {
         memory: MemorySettings {
             admission,
             overflow,
+            // What a head sends away again was no error of the forecast.
+            backfill: Backfill::Off,
             ..MemorySettings::default()
         },
         ..Policy::default()

@@ -155,7 +155,7 @@ fn step(harness: &mut Harness) -> (usize, usize) {
         return (0, 0);
     }
     let (decodes, tokens) = (harness.plan.num_decodes, harness.plan.num_tokens());
-    harness.now.0 += (harness.plan.num_seqs() + tokens) as u64 - 10;
+    harness.now.0 = harness.now.0 + (harness.plan.num_seqs() + tokens) as u64 - 10;
     harness.commit();
     (decodes, tokens - decodes)
 }

@@ -26,7 +26,7 @@ fn num_runs() -> u64 {
 
 /// Most steps in a row without output: the oldest of the highest level that runs is never preempted, and
 /// in that many its prompt is computed, one token at a time; others may come and go before it.
-const LONGEST_STALL: u32 = 120;
+const LONGEST_STALL: u32 = 200;
 
 const CLASSES: [&str; 3] = ["gold", "silver", "bronze"];
 const TENANTS: [&str; 4] = ["ann", "bob", "cy", "somebody"];
