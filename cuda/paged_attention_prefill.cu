@@ -234,7 +234,7 @@ template <class T, int HEAD_DIM>
 __global__ void __launch_bounds__(THREADS, 1) paged_attention_prefill(const PagedAttentionPrefillParams params) {
     constexpr int KEYS = Tiles<T, HEAD_DIM>::KEYS;
     const Item item = read_item<KEYS>(params);
-    if (item.first_row >= item.rows) return;  // the whole block; padding has no rows
+    if (item.sequence < 0 || item.first_row >= item.rows) return;  // the whole block
     DYNAMIC_SHARED(shared);
     auto& tiles = *reinterpret_cast<Tiles<T, HEAD_DIM>*>(shared);
     const int lane = threadIdx.x % WARP;
