@@ -42,10 +42,12 @@ fn submit(harness: &mut Harness, tenant: &str, id: u64, prompt_tokens: u32, outp
     harness.submit_for(tenant, &class, plain(id, prompt_tokens, output_tokens));
 }
 
-/// So many answers of [`EXPECTED`] tokens have been seen of ann and of bob that nobody else's matter; the
-/// clients are forgotten.
+/// Answers of a tenant after which nobody else's matter.
+const TAUGHT: u64 = 20;
+
+/// So many answers of [`EXPECTED`] tokens have been seen of ann and of bob; the clients are forgotten.
 fn taught(mut harness: Harness) -> Harness {
-    for round in 0..20 {
+    for round in 0..TAUGHT {
         for (id, tenant) in (9_000 + 2 * round..).zip(["ann", "bob"]) {
             submit(&mut harness, tenant, id, 4, EXPECTED);
         }
@@ -355,7 +357,7 @@ fn a_guest_is_charged_as_anybody_is() {
         let metrics = harness.engine.metrics();
         assert_eq!(metrics.backfilled > 0, mode == Backfill::Easy);
         let served = harness.engine.shares().find(|share| share.tenant == "bob");
-        let taught = 4 + 2 * u64::from(EXPECTED);
+        let taught = TAUGHT * (4 + 2 * u64::from(EXPECTED));
         let price = (6 * (4 + 2 * u64::from(EXPECTED + 4)) + taught) * 1_000;
         assert_eq!(served.map(|share| share.served), Some(price), "{mode:?}");
     }
