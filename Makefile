@@ -64,7 +64,7 @@ figures: $(STAMPS)/installed ## Tables and pictures of the policies into docs/; 
 	-$(POLICIES) queue-time $(CHAT) $(BATCH) --load 1.5
 	-$(POLICIES) order $(CHAT) --load 0.95
 	-$(POLICIES) memory --trace "$(TRACES)/lengths_bwb.csv.gz" --also "$(TRACES)/azure2023_conv.csv.gz" \
-		--also "$(TRACES)/lengths_sharegpt8k.csv.gz" --profile gpu-8b-small --max-tokens 4096 --load 0.95
+		--also "$(TRACES)/lengths_sharegpt8k.csv.gz" --profile gpu-8b-small --max-tokens 4096 --load 0.95 --requests 14000
 	-$(POLICIES) governor $(CHAT)
 	-$(POLICIES) backfill $(CHAT) --profile gpu-8b-small
 

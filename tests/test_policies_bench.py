@@ -27,7 +27,7 @@ CHECKS = {
     "overload": 3,
     "queue-time": 4,
     "order": 0,
-    "memory": 6,
+    "memory": 7,
     "governor": 2,
     "backfill": 4,
 }

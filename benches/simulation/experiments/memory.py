@@ -15,6 +15,7 @@ from simulation.measures import (
     mean,
     overflowed,
     percentile,
+    predicted_ttft_error,
     throughput,
     tpot,
     ttft,
@@ -35,6 +36,8 @@ WARM_UP = 2_000
 """Admissions that a forecast may learn from, at most a quarter of all."""
 SHORTER = 4
 """Factor by which the answers of the first half are shorter where lengths change half-way."""
+ERROR = 0.15
+"""Median relative error that the gate's prediction may have."""
 TOLERANCE = 0.02
 WINDOW = 1_000
 """Admissions that a point of the picture is the mean of."""
@@ -169,6 +172,9 @@ def _check(report: Report, runs: dict[str, Run]) -> None:
     ours, theirs = forecast.result.recomputed_tokens, optimistic.result.recomputed_tokens
     claim = "forecast 5%: less than half of the tokens recomputed under optimistic"
     report.checks.append(Check(claim, f"{ours:,} of {theirs:,}", 2 * ours < theirs))
+    error = percentile(predicted_ttft_error(forecast), 50)
+    claim = f"forecast 5%: median relative error of the predicted TTFT is at most {ERROR:.0%}"
+    report.checks.append(Check(claim, f"{error:.1%}", bool(error <= ERROR)))
     preempted = int(reserve.result.iteration_preemptions.sum())
     claim = "reserve: nobody is preempted"
     report.checks.append(Check(claim, f"{preempted} preemptions", preempted == 0))
