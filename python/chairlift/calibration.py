@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,10 @@ _DECODES = (1, 2, 4, 8, 16, 32)
 _CONTEXTS = (16, 256, 1_024)
 _CHUNKS = (16, 48, 128, 256, 512, 1_024, 2_048)
 _MIXED = (6, 12, 24)
+_STREAMS = (12, 24, 48)
+"""Requests that come one after the other, as they do in life, not all at once."""
+_GAP = 2
+"""Iterations between two of them."""
 _MOST_PROMPT_TOKENS = 8_192
 """Of a group of decodes: its prefill is not what it is there for."""
 _STEPS = 12
@@ -43,6 +47,8 @@ class Group:
     name: str
     lengths: tuple[tuple[int, int], ...]
     is_held_out: bool = False
+    gap: int = 0
+    """Iterations after which the next one comes; 0: all come at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +97,16 @@ def groups(limits: dict[str, int], *, rounds: int, seed: int) -> list[Group]:
         made += [Group(f"prefill {chunk}", ((chunk, 1),)) for chunk in _CHUNKS]
         made.append(Group("prefill in chunks", ((3 * limits["max_num_batched_tokens"], 1),)))
         made += [Group(f"mixed {count}", _mix(count, chance)) for count in _MIXED * 2]
+        made += [Group(f"stream {count}", _mix(count, chance), gap=_GAP) for count in _STREAMS]
         held_out += [Group(f"mixed {count}", _mix(count, chance), True) for count in (3, 9, 18)]
+        held_out.append(Group("stream 30", _mix(30, chance), True, gap=_GAP))
     chance.shuffle(made)
     fitting = []
     for group in [*made, *held_out]:
         lengths = tuple((min(prompt, longest), output) for prompt, output in group.lengths)
         lengths = lengths[: limits["max_num_seqs"]]
         if lengths and sum(map(sum, lengths)) + 16 * len(lengths) <= pool:
-            fitting.append(Group(group.name, lengths, group.is_held_out))
+            fitting.append(replace(group, lengths=lengths))
     return fitting
 
 
@@ -144,11 +152,19 @@ def _serve(engine: LocalEngine, group: Group, chance: random.Random) -> None:
         parsed = ParsedPrompt(token_ids=tokens)
         request, _ = engine.prepare(parsed, tokens, params)
         wanted.add(engine.client.submit(request))
+        for _ in range(group.gap):
+            if wanted:
+                wanted -= _ended(engine)
     while wanted:
-        batch = engine.client.wait(None)
-        if batch is None:
-            raise ModelError(f"the engine ended: {engine.end_reason}")
-        wanted -= {ended.request_id for ended in batch.ended()}
+        wanted -= _ended(engine)
+
+
+def _ended(engine: LocalEngine) -> set[int]:
+    """Wait for an iteration; which requests ended with it."""
+    batch = engine.client.wait(None)
+    if batch is None:
+        raise ModelError(f"the engine ended: {engine.end_reason}")
+    return {ended.request_id for ended in batch.ended()}
 
 
 def _last_step(engine: LocalEngine) -> int:
