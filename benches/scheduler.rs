@@ -179,7 +179,7 @@ fn forecast(c: &mut Criterion) {
 }
 
 /// 256 decodes, a head that does not fit, and 16 behind it that fit and may not go ahead of it: they are
-/// looked at in every iteration. Every answer is overdue, so the curve is made anew each time.
+/// looked at in every iteration.
 fn blocked_head(c: &mut Criterion) {
     const RUNNING: u32 = 256;
     let settings = Settings {
@@ -214,7 +214,6 @@ fn blocked_head(c: &mut Criterion) {
                 }
                 spent += start.elapsed();
                 left -= round;
-                assert!(bench.engine.metrics().forecast_slips > 0);
             }
             spent
         });
