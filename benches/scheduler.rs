@@ -8,7 +8,9 @@ use std::time::Instant;
 use chairlift_benches::Bench;
 use chairlift_core::config::Settings;
 use chairlift_core::config::memory::MemoryAdmission;
+use chairlift_core::config::policy::Sharing;
 use chairlift_core::memory::prefix::{BlockHash, extend_chain};
+use chairlift_core::request::Ticket;
 use criterion::{Criterion, criterion_group, criterion_main};
 
 const PROMPT: u32 = 512;
@@ -178,6 +180,42 @@ fn forecast(c: &mut Criterion) {
     });
 }
 
+/// 256 sequences of 16 tenants decode with everything on: fair shares, the forecast that holds the next one
+/// back, the governor and the flight recorder.
+fn everything_on(c: &mut Criterion) {
+    let mut settings = settings(257);
+    settings.policy.sharing = Sharing::Fair;
+    settings.policy.memory.admission = MemoryAdmission::Forecast;
+    settings.policy.pace.iteration_target_us = Some(60_000_000);
+    settings.num_kv_blocks = 256 * 95;
+    c.bench_function("everything_on", |b| {
+        b.iter_custom(|iterations| {
+            let mut spent = std::time::Duration::ZERO;
+            let mut left = iterations;
+            while left > 0 {
+                let mut bench = Bench::recorded(&settings);
+                for at in 0..257 {
+                    let request = bench.request(PROMPT, 1_000);
+                    let ticket = Ticket {
+                        tenant: format!("tenant {}", at % 16),
+                        ..Ticket::new(request.id)
+                    };
+                    bench.submit_as(ticket, request);
+                }
+                while bench.step() != 256 {}
+                let round = left.min(900);
+                let start = Instant::now();
+                for _ in 0..round {
+                    assert_eq!(bench.step(), 256);
+                }
+                spent += start.elapsed();
+                left -= round;
+            }
+            spent
+        });
+    });
+}
+
 /// 256 decodes, a head that does not fit, and 16 behind it that fit and may not go ahead of it: they are
 /// looked at in every iteration.
 fn blocked_head(c: &mut Criterion) {
@@ -228,6 +266,7 @@ criterion_group!(
     mixed,
     preempt,
     forecast,
+    everything_on,
     blocked_head
 );
 criterion_main!(benches);
