@@ -46,6 +46,10 @@ QUEUES: dict[str, dict[str, object]] = {
     "static": {"join": "static"},
     "window": {"join": WINDOW},
     "shedding": {"sharing": "fair", "shedding": {"above": "2s", "below": "1s"}},
+    "reserve": {"sharing": "fair", "memory": {"admission": "reserve"}},
+    "forecast": {"sharing": "fair", "memory": {"admission": "forecast", "overflow": 0.1}},
+    "strict": {"memory": {"backfill": "off"}},
+    "governed": {"sharing": "fair", "pace": {"iteration_target": "150ms"}},
 }
 """Rules by name, beside classes and tenants; what is not said is the default."""
 

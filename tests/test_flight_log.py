@@ -305,4 +305,4 @@ def test_a_short_recorded_run_under_every_policy(tmp_path):
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count("bit for bit at") == 10, run.stdout
+    assert run.stdout.count("bit for bit at") == 14, run.stdout
