@@ -3,9 +3,10 @@
 //! The first that lacks memory or rows (the head) gets a reservation: the iteration at which it will fit
 //! by prediction ([`crate::predict::reservation`]; EASY, Lifka, JSSPP'95). Of those behind it, a bounded
 //! number is looked at in an iteration, in the queue's order; who fits now, and does not move that start,
-//! joins as the head's guest. The reservation is sticky: from the first time on that somebody asked, until the head is admitted, ends, is held or is
-//! overtaken by something more important (a higher level, a promoted request, a preempted sequence), no
-//! request of its own level takes its place, however shares and orders change meanwhile.
+//! joins as the head's guest. The reservation is sticky: from the first time on that somebody asked,
+//! until the head is admitted, ends, is held or is overtaken by something more important (a higher level,
+//! a promoted request, a preempted sequence), no request of its own level takes its place, however shares
+//! and orders change meanwhile.
 //!
 //! Predictions can be wrong. A start that has to be put off is counted as a forecast slip. And guests are
 //! there by the head's leave: they preempt nobody, they give memory up before everybody else, and as soon

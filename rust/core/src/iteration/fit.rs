@@ -3,11 +3,12 @@
 //! `optimistic` looks at now: its tokens, and a watermark (vLLM's rule). `reserve` promises
 //! every answer the blocks of its prompt and its `max_tokens` (Orca, OSDI'22), and admits whom the rest
 //! of the pool can be promised to; only a request whose own answers exceed the pool, which gets it to
-//! itself, ever preempts for memory there, and nobody but itself. `forecast` admits as long as the future peak of
-//! all (`predict/memory_peak.rs`) fits the pool, where each answer ends at a quantile of what is believed
-//! of its length, and the quantile is steered by how often that went wrong (`predict/overflow.rs`).
-//! Whatever the mode, who comes to an empty running set is let in, and if levels preempt to be admitted,
-//! nobody waits for what lower ones will need: they will give way.
+//! itself, ever preempts for memory there, and nobody but itself. `forecast` admits as long as the future
+//! peak of all (`predict/memory_peak.rs`) fits the pool, where each answer ends at a quantile of what is
+//! believed of its length, and the quantile is steered by how often that went wrong
+//! (`predict/overflow.rs`). Whatever the mode, who comes to an empty running set is let in, and nobody waits
+//! for what those will need that give way to it: lower levels, if levels preempt to be admitted, and the
+//! guests of the head (`backfill.rs`).
 //!
 //! Blocks that several use count once: `reserve` promises growth, on top of what is in use now, and the
 //! forecast counts what a sequence found in the prefix cache, or shares with siblings, as in use until
