@@ -3,7 +3,7 @@
 //! Blocks of 16, prefix cache on, prompts of 512 tokens that share nothing. The executor costs
 //! nothing, so every microsecond here is the engine's own.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use chairlift_benches::Bench;
 use chairlift_core::config::Settings;
@@ -47,24 +47,31 @@ fn steady_decode_recorded(c: &mut Criterion) {
     steady(c, "steady_decode_recorded", Bench::recorded);
 }
 
+/// Time of so many iterations of `running` decodes, on engines made anew after `most`.
+fn timed(iterations: u64, most: u64, running: u32, make: impl Fn() -> Bench) -> Duration {
+    let mut spent = Duration::ZERO;
+    let mut left = iterations;
+    while left > 0 {
+        let mut bench = make();
+        let round = left.min(most);
+        let start = Instant::now();
+        for _ in 0..round {
+            assert_eq!(bench.step(), running as usize);
+        }
+        spent += start.elapsed();
+        left -= round;
+    }
+    spent
+}
+
 fn steady(c: &mut Criterion, name: &str, make: fn(&Settings) -> Bench) {
     let mut group = c.benchmark_group(name);
     for running in [1, 64, 256, 1_024] {
         group.bench_function(running.to_string(), |b| {
             b.iter_custom(|iterations| {
-                let mut spent = std::time::Duration::ZERO;
-                let mut left = iterations;
-                while left > 0 {
-                    let mut bench = decoding(make(&settings(running)), running);
-                    let round = left.min(900);
-                    let start = Instant::now();
-                    for _ in 0..round {
-                        assert_eq!(bench.step(), running as usize);
-                    }
-                    spent += start.elapsed();
-                    left -= round;
-                }
-                spent
+                timed(iterations, 900, running, || {
+                    decoding(make(&settings(running)), running)
+                })
             });
         });
     }
@@ -158,24 +165,15 @@ fn forecast(c: &mut Criterion) {
     settings.num_kv_blocks = 256 * 95;
     c.bench_function("forecast", |b| {
         b.iter_custom(|iterations| {
-            let mut spent = std::time::Duration::ZERO;
-            let mut left = iterations;
-            while left > 0 {
+            timed(iterations, 900, 256, || {
                 let mut bench = Bench::new(&settings);
                 for _ in 0..257 {
                     let request = bench.request(PROMPT, 1_000);
                     bench.submit(request);
                 }
                 while bench.step() != 256 {}
-                let round = left.min(900);
-                let start = Instant::now();
-                for _ in 0..round {
-                    assert_eq!(bench.step(), 256);
-                }
-                spent += start.elapsed();
-                left -= round;
-            }
-            spent
+                bench
+            })
         });
     });
 }
@@ -190,9 +188,7 @@ fn everything_on(c: &mut Criterion) {
     settings.num_kv_blocks = 256 * 95;
     c.bench_function("everything_on", |b| {
         b.iter_custom(|iterations| {
-            let mut spent = std::time::Duration::ZERO;
-            let mut left = iterations;
-            while left > 0 {
+            timed(iterations, 900, 256, || {
                 let mut bench = Bench::recorded(&settings);
                 for at in 0..257 {
                     let request = bench.request(PROMPT, 1_000);
@@ -203,15 +199,8 @@ fn everything_on(c: &mut Criterion) {
                     bench.submit_as(ticket, request);
                 }
                 while bench.step() != 256 {}
-                let round = left.min(900);
-                let start = Instant::now();
-                for _ in 0..round {
-                    assert_eq!(bench.step(), 256);
-                }
-                spent += start.elapsed();
-                left -= round;
-            }
-            spent
+                bench
+            })
         });
     });
 }
@@ -227,9 +216,7 @@ fn blocked_head(c: &mut Criterion) {
     };
     c.bench_function("blocked_head", |b| {
         b.iter_custom(|iterations| {
-            let mut spent = std::time::Duration::ZERO;
-            let mut left = iterations;
-            while left > 0 {
+            timed(iterations, 700, RUNNING, || {
                 let mut bench = Bench::new(&settings);
                 for _ in 0..RUNNING {
                     let request = bench.request(PROMPT, 1_000);
@@ -245,15 +232,8 @@ fn blocked_head(c: &mut Criterion) {
                 for _ in 0..200 {
                     bench.step();
                 }
-                let round = left.min(700);
-                let start = Instant::now();
-                for _ in 0..round {
-                    assert_eq!(bench.step(), RUNNING as usize, "nobody went ahead");
-                }
-                spent += start.elapsed();
-                left -= round;
-            }
-            spent
+                bench
+            })
         });
     });
 }
