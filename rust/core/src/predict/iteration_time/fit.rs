@@ -21,6 +21,8 @@ const UNKNOWN_SCALES: [f64; NUM_UNKNOWNS] = [
 /// Iterations that a prior of nothing is worth, and one that was loaded.
 const NO_PRIOR: f64 = 0.02;
 const LOADED_PRIOR: f64 = 1.0;
+/// What holds an unknown that no iteration shows, beside what is known of `t0`.
+const UNSEEN: f64 = 1e-9;
 /// Iterations on each side of the knee before `t_weights` is freed of the border.
 const FEWEST_OF_A_SIDE: f64 = 32.0;
 /// The knee moves where that lowers the error by this share at least.
@@ -178,15 +180,7 @@ impl Fit {
             [(0, 0), (1, 1), (TOKEN, 2), (4, 3), (5, 4), (6, 5)],
             1.0,
         );
-        // What the prior is worth, in iterations of the usual length.
-        let usual = equations.matrix[0][0] / (below.weight + above.weight).max(1.0);
-        let strength = usual * self.prior.map_or(NO_PRIOR, |_| LOADED_PRIOR);
-        let prior = self.prior.unwrap_or_default();
-        for (at, prior) in prior.into_iter().enumerate() {
-            equations.matrix[at][at] += strength;
-            equations.right[at] += strength * prior;
-            equations.square += strength * prior * prior;
-        }
+        self.add_prior(&mut equations, below.weight + above.weight);
         let mut is_free = [true; NUM_UNKNOWNS];
         is_free[WEIGHTS] = frees;
         let mut solution = Solution {
@@ -204,6 +198,26 @@ impl Fit {
             solution.unknowns[WEIGHTS] = per_token * tokens;
         }
         solution
+    }
+
+    /// Holds each unknown to the prior. Of nothing, as firmly as one iteration with as much of it as a
+    /// usual one has: a small one and one of few iterations are learned as any other. One that was
+    /// loaded, as an iteration would that has little else: it holds what the load does not show.
+    fn add_prior(&self, equations: &mut Equations, weight: f64) {
+        let nothing = NO_PRIOR / weight.max(1.0);
+        let unseen = UNSEEN * equations.matrix[0][0].max(f64::MIN_POSITIVE);
+        for at in 0..NUM_UNKNOWNS {
+            let (strength, prior) = match &self.prior {
+                None => (nothing * equations.matrix[at][at] + unseen, 0.0),
+                Some(prior) => {
+                    let time = prior[0] + prior[WEIGHTS] + prior[at];
+                    (LOADED_PRIOR / time.max(1.0).powi(2), prior[at])
+                }
+            };
+            equations.matrix[at][at] += strength;
+            equations.right[at] += strength * prior;
+            equations.square += strength * prior * prior;
+        }
     }
 }
 

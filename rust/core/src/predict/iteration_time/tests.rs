@@ -91,6 +91,37 @@ fn known_coefficients_come_back() {
 }
 
 #[test]
+fn a_term_of_few_and_long_iterations_is_learned() {
+    // A CPU's: what pairs cost shows in a few chunks that each take a hundred decodes' time.
+    let truth = Coefficients {
+        t0_us: 14_000.0,
+        t_weights_us: 0.0,
+        t_tok_us: 600.0,
+        t_pair_us: 0.4,
+        ..TRUTH
+    };
+    let mut model = CostModel::default();
+    let mut random = Random(3);
+    for step in 0..400 {
+        let mut shape = StepShape::default();
+        for _ in 0..=random.below(16) {
+            shape.add_decode(1 + random.below(1_000), 1);
+        }
+        if step % 40 == 0 {
+            shape.add_chunk(random.below(6_000), 200 + random.below(1_800), 1);
+        }
+        model.observe(&shape, truth.time(&shape) * random.noise(0.03));
+    }
+    let got = model.coefficients().expect("it is known").t_pair_us;
+    let error = (got / truth.t_pair_us - 1.0).abs();
+    assert!(
+        error < 0.1,
+        "a pair costs {got}, in truth {}",
+        truth.t_pair_us
+    );
+}
+
+#[test]
 fn both_sides_of_the_knee_are_found_wherever_it_is() {
     for knee in [3.0, 24.0, 170.0, 900.0] {
         let truth = Coefficients {
