@@ -24,7 +24,7 @@ class SlowExecutor(ScriptedExecutor):
 
     @classmethod
     def from_engine_args(cls, args):
-        return cls(num_kv_blocks=512, block_size=args.block_size, step_time=0.02)
+        return cls(num_kv_blocks=512, block_size=args.block_size, step_time=0.05)
 
 
 class FailingExecutor(ScriptedExecutor):
