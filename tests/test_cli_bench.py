@@ -350,19 +350,22 @@ def test_ctrl_c_prints_what_there_is():
         command += ["bench", "--base-url", server.url, "--num-requests", "20"]
         # Whoever has sent a second request has had its first answer.
         command += ["--mode", "closed", "--concurrency", "5"]
-        process = subprocess.Popen(
+        with subprocess.Popen(
             [*command, "--json", "-"],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-        )
-        deadline = time.monotonic() + 60
-        while not (len(server.requests) == 10 and server.num_live == 5):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        out, error = process.communicate(timeout=60)
+        ) as process:
+            try:
+                deadline = time.monotonic() + 60
+                while not (len(server.requests) == 10 and server.num_live == 5):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                process.send_signal(signal.SIGINT)
+                out, error = process.communicate(timeout=60)
+            finally:
+                process.kill()
     assert process.returncode == 130, error
     figures = json.loads(out)
     assert figures["interrupted"]
