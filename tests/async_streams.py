@@ -43,6 +43,22 @@ async def until(condition, timeout=30.0):
         await asyncio.sleep(0.002)
 
 
+async def stands_still(executor):
+    """Wait until a step does."""
+    await asyncio.to_thread(executor.wait_held)
+
+
+async def collect_step_by_step(stream, executor, num_steps):
+    """The deltas; so many steps are let go, each when what the one before told has been read."""
+    deltas = []
+    async for delta in stream:
+        deltas.append(delta)
+        if len(deltas) <= num_steps:
+            await stands_still(executor)
+            executor.release()
+    return deltas
+
+
 async def is_idle(engine):
     """Nothing runs, waits or holds memory; then a whole request succeeds."""
 

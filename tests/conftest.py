@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import warnings
 
 import pytest
@@ -12,6 +13,16 @@ from tokenizers import Tokenizer
 
 from chairlift.default_model import GGUF_NAME
 from chairlift.hub import resolve_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible():
+    """Ctrl-C interrupts, also where the tests run in the background.
+
+    There a shell has it ignored, which the processes that tests start would inherit.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

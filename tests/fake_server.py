@@ -20,6 +20,8 @@ class Behaviour:
     """Before the first token."""
     gap_s: float = 0.0
     """Between tokens."""
+    num_together: int = 1
+    """Requests that must have been live at once before the first token."""
     num_tokens: int | None = None
     """None: as many as asked for."""
     words: tuple[str, ...] = ("word ",)
@@ -76,6 +78,7 @@ class FakeServer:
 
     async def _main(self, started: threading.Event) -> None:
         self._stop = asyncio.Event()
+        self._more_live = asyncio.Condition()
         app = web.Application(client_max_size=1 << 26)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._answer)
@@ -102,6 +105,8 @@ class FakeServer:
         self.requests.append((body, dict(request.headers)))
         self.num_live += 1
         self.most_live = max(self.most_live, self.num_live)
+        async with self._more_live:
+            self._more_live.notify_all()
         try:
             return await self._reply(request, body, self.behave(number, body))
         finally:
@@ -163,6 +168,8 @@ class FakeServer:
             )
         num_tokens = behaviour.num_tokens
         num_tokens = body.get("max_tokens", 4) if num_tokens is None else num_tokens
+        async with self._more_live, asyncio.timeout(30):
+            await self._more_live.wait_for(lambda: self.most_live >= behaviour.num_together)
         await asyncio.sleep(behaviour.first_s)
         for index in range(0, num_tokens, behaviour.tokens_per_event):
             if index and behaviour.gap_s:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from async_streams import collect, counters, ids_of, is_idle, make, tokens, until
+from async_streams import collect, counters, ids_of, is_idle, make, stands_still, tokens, until
 from chairlift import (
     EngineDeadError,
     RequestFailedError,
@@ -83,7 +83,7 @@ def test_shutdown_with_live_requests(run):
         tasks = [
             asyncio.create_task(collect(engine.generate(f"{n}", tokens(400)))) for n in range(5)
         ]
-        await until(lambda: len(executor.steps) > 5)
+        await until(lambda: counters(engine)["live"] == 5 and len(executor.steps) > 5)
         await engine.shutdown()
         for deltas in await asyncio.gather(*tasks):
             assert deltas[-1].finish_reason == "abort"
@@ -137,7 +137,7 @@ def test_shutdown_while_a_step_hangs(run, caplog, monkeypatch):
         executor.hold()
         engine = make(executor)
         task = asyncio.create_task(collect(engine.generate("a", tokens(4))))
-        await asyncio.to_thread(executor.wait_held)
+        await stands_still(executor)
         await engine.shutdown()
         (delta,) = await task
         assert delta.finish_reason == "abort"

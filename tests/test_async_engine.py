@@ -6,10 +6,22 @@ import asyncio
 import gc
 import time
 from contextlib import aclosing
+from itertools import pairwise
 
 import pytest
 
-from async_streams import collect, counters, ids_of, is_idle, make, text_of, tokens, until
+from async_streams import (
+    collect,
+    collect_step_by_step,
+    counters,
+    ids_of,
+    is_idle,
+    make,
+    stands_still,
+    text_of,
+    tokens,
+    until,
+)
 from chairlift import (
     Config,
     ContextLengthError,
@@ -24,12 +36,12 @@ from chairlift.testing import ScriptedExecutor
 
 def test_one_stream(run):
     async def main():
-        executor = ScriptedExecutor(scripts={"hi": "grüße 👋"}, step_time=0.002)
+        executor = ScriptedExecutor(scripts={"hi": "I say grüße 👋"}, hold_at_steps=range(2, 8))
         async with make(executor) as engine:
             stream = engine.generate("hi", tokens(60), request_id="mine")
-            deltas = await collect(stream)
-        assert text_of(deltas) == "grüße 👋"
-        assert len(deltas) > 5
+            deltas = await collect_step_by_step(stream, executor, 6)
+        assert text_of(deltas) == "I say grüße 👋"
+        assert [delta.text for delta in deltas[:6]] == list("I say ")
         assert {delta.request_id for delta in deltas} == {"mine"}
         assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
         assert deltas[-1].finish_reason == "stop"
@@ -115,17 +127,29 @@ def test_a_long_prompt_is_tokenised_off_the_loop(run):
 
 def test_deltas_of_one_iteration_are_one_wake_up(run):
     async def main():
-        executor = ScriptedExecutor(step_time=0.01)
+        executor = ScriptedExecutor(hold_at_steps=range(1, 31))
         async with make(executor) as engine:
-            client = engine._client
+            read, wake_ups = [], []
+
+            async def keep(stream):
+                async for delta in stream:
+                    read.extend(delta.token_ids)
+
             streams = [engine.generate(f"{number}", tokens(30)) for number in range(50)]
-            await asyncio.gather(*(stream.start() for stream in streams))
-            before = client.wake_ups, counters(engine)["iterations"]
-            results = await asyncio.gather(*map(collect, streams))
-            assert sum(len(ids_of(deltas)) for deltas in results) == 1_500
-            wake_ups, iterations = client.wake_ups, counters(engine)["iterations"]
-        assert iterations - before[1] >= 28
-        assert 28 <= wake_ups - before[0] <= iterations - before[1] + 2
+            reading = [asyncio.create_task(keep(stream)) for stream in streams]
+            await until(lambda: counters(engine)["live"] == 50)
+            for _ in executor.hold_at_steps:
+                await stands_still(executor)
+                *done, _running = executor.steps
+                told = sum(step.num_samples for step in done)
+                await until(lambda told=told: len(read) == told)
+                wake_ups.append(engine._client.wake_ups)
+                executor.release()
+            await asyncio.gather(*reading)
+        assert len(read) == 1_500
+        # By the third step all run, and nobody has ended yet.
+        assert executor.steps[2].num_decodes == executor.steps[29].num_decodes == 50
+        assert [after - before for before, after in pairwise(wake_ups[2:])] == [1] * 27
 
     run(main)
 
@@ -149,12 +173,19 @@ def test_a_stalled_loop_finds_iterations_merged(run):
 
 def test_a_slow_reader_merges_and_stalls_nobody(run):
     async def main():
-        executor = ScriptedExecutor(step_time=0.001)
+        executor = ScriptedExecutor(hold_at_steps=range(2, 30))
         async with make(executor) as engine:
             slow = engine.generate("slow", tokens(100))
             first = await anext(slow)
-            quick = await collect(engine.generate("quick", tokens(120)))
-            assert len(quick) > 20
+            stream = engine.generate("quick", tokens(120))
+            begun = asyncio.create_task(stream.start())
+            await until(lambda: counters(engine)["live"] == 2)
+            for _ in range(2):  # one without it, and its first
+                await stands_still(executor)
+                executor.release()
+            await begun
+            quick = await collect_step_by_step(stream, executor, 26)
+            assert [len(delta.token_ids) for delta in quick[:26]] == [1] * 26
             rest = await collect(slow)
             assert len(rest) == 1
             assert ids_of([first, *rest]) == executor.expected("slow", 100)
@@ -167,15 +198,16 @@ def test_a_slow_reader_merges_and_stalls_nobody(run):
 
 def test_leaving_the_loop_aborts(run):
     async def main():
-        executor = ScriptedExecutor(step_time=0.002)
+        executor = ScriptedExecutor(hold_at_steps=[2])
         async with make(executor) as engine:
             async for delta in engine.generate("a", tokens(400)):
                 assert delta.text
+                await stands_still(executor)
                 break
             await until(lambda: counters(engine)["aborted"] == 1)
-            steps = len(executor.steps)
-            await asyncio.sleep(0.05)
-            assert len(executor.steps) <= steps + 2
+            executor.release()
+            await until(lambda: counters(engine)["used_blocks"] == 0)
+            assert len(executor.steps) == 2
             await is_idle(engine)
 
     run(main)
@@ -183,13 +215,16 @@ def test_leaving_the_loop_aborts(run):
 
 def test_closing_aborts(run):
     async def main():
-        async with make(ScriptedExecutor(step_time=0.002)) as engine:
+        executor = ScriptedExecutor(hold_at_steps=[2])
+        async with make(executor) as engine:
             stream = engine.generate("a", tokens(400))
             async with aclosing(stream):
                 await anext(stream)
+                await stands_still(executor)
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
             await until(lambda: counters(engine)["aborted"] == 1)
+            executor.release()
             never_begun = engine.generate("a", tokens(4))
             await never_begun.aclose()
             assert await collect(never_begun) == []
@@ -201,13 +236,15 @@ def test_closing_aborts(run):
 
 def test_cancelling_the_task_aborts(run):
     async def main():
-        async with make(ScriptedExecutor(step_time=0.002)) as engine:
+        executor = ScriptedExecutor(hold_at_steps=[5])
+        async with make(executor) as engine:
             task = asyncio.create_task(collect(engine.generate("a", tokens(400))))
-            await until(lambda: counters(engine)["output_tokens"] > 3)
+            await stands_still(executor)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
             await until(lambda: counters(engine)["aborted"] == 1)
+            executor.release()
             await is_idle(engine)
 
     run(main)
@@ -219,7 +256,7 @@ def test_cancelling_while_queued_prefilling_and_in_flight(run):
         async with make(executor, max_num_seqs=1, long_prefill_token_threshold=16) as engine:
             executor.hold()
             prefilling = asyncio.create_task(collect(engine.generate("p" * 100, tokens(50))))
-            await asyncio.to_thread(executor.wait_held)
+            await stands_still(executor)
             queued = asyncio.create_task(collect(engine.generate("queued", tokens(50))))
             # Not only at the door, where it would be given back without a trace.
             await until(lambda: counters(engine)["live"] == 2)
@@ -262,13 +299,16 @@ def test_many_clients_leave_at_once_again_and_again(run):
 
 def test_dropping_a_stream_unread_aborts(run):
     async def main():
-        async with make(ScriptedExecutor(step_time=0.002)) as engine:
+        executor = ScriptedExecutor(hold_at_steps=[2])
+        async with make(executor) as engine:
             stream = engine.generate("a", tokens(400))
             await anext(stream)
+            await stands_still(executor)
             del stream
             gc.collect()
             await until(lambda: counters(engine)["aborted"] == 1)
             assert not engine._inboxes
+            executor.release()
 
     run(main)
 
@@ -282,7 +322,7 @@ def test_a_full_queue_raises_at_once(run):
         executor.hold()
         async with make(executor, max_queued_requests=2, max_num_seqs=1) as engine:
             running = asyncio.create_task(collect(engine.generate("r", tokens(4))))
-            await asyncio.to_thread(executor.wait_held)
+            await stands_still(executor)
             waiting = [
                 asyncio.create_task(collect(engine.generate(f"w{number}", tokens(4))))
                 for number in range(2)

@@ -40,18 +40,22 @@ def always(**behaviour):
 
 
 def test_the_figures_are_those_of_the_delays(capsys):
+    begin = time.perf_counter()
     with always(first_s=0.3, gap_s=0.05, queue_time_ms="125") as server:
         status, figures = bench(
             server, capsys, "--num-requests", "4", "--input-tokens", "10", "--output-tokens", "9"
         )
+    took_ms = (time.perf_counter() - begin) * 1e3
     assert status == 0
     assert (figures["requests"], figures["succeeded"]) == (4, 4)
     assert (figures["prompt_tokens"], figures["output_tokens"]) == (40, 36)
-    # Delays are never shorter; how much longer they are is up to the machine.
-    assert 300 <= figures["ttft_ms"]["p50"] < 450
-    assert 49 <= figures["itl_ms"]["p50"] < 100
-    assert 49 <= figures["tpot_ms"]["p50"] < 100
-    assert 700 <= figures["e2e_ms"]["p50"] < 1_300
+    # Delays are never shorter; how much longer they are is up to the machine, but they are parts of
+    # a whole that this test has timed.
+    e2e = figures["e2e_ms"]["p50"]
+    assert 700 <= e2e <= took_ms
+    assert 300 <= figures["ttft_ms"]["p50"] <= e2e - 8 * 49
+    assert 49 <= figures["tpot_ms"]["p50"] <= (e2e - 300) / 8
+    assert 49 <= figures["itl_ms"]["p50"] <= (took_ms - 300) / 4
     assert figures["queue_time_ms"]["p99"] == pytest.approx(125)
     seconds = figures["seconds"]
     assert seconds >= 0.7
@@ -65,7 +69,8 @@ def test_tokens_are_counted_by_usage_not_by_events(capsys):
         _, figures = bench(server, capsys, "--num-requests", "2", "--output-tokens", "12")
     assert figures["output_tokens"] == 24
     assert figures["itl_ms"]["p50"] >= 99, "gaps are between events"
-    assert 18 <= figures["tpot_ms"]["p50"] < 50, "200 ms over 11 gaps between tokens"
+    # 200 ms over 11 gaps between tokens.
+    assert 18 <= figures["tpot_ms"]["p50"] <= figures["e2e_ms"]["p50"] / 11
 
 
 @pytest.mark.parametrize(
@@ -139,14 +144,14 @@ def test_retry_waits_for_as_long_as_it_is_told(capsys):
 
 def test_goodput_counts_who_kept_every_limit(capsys):
     def behave(number, body):
-        return Behaviour(first_s=0.5 if number % 2 else 0.0)
+        return Behaviour(first_s=2.0 if number % 2 else 0.0)
 
-    flags = ["--num-requests", "8", "--goodput", "ttft:400", "tpot:400"]
+    flags = ["--num-requests", "8", "--goodput", "ttft:1900", "tpot:1900"]
     with FakeServer(behave) as server:
         _, figures = bench(server, capsys, *flags)
     good = figures["goodput_requests_per_s"] * figures["seconds"]
     assert good == pytest.approx(4)
-    assert figures["goodput_limits_ms"] == {"ttft": 400, "tpot": 400}
+    assert figures["goodput_limits_ms"] == {"ttft": 1_900, "tpot": 1_900}
 
 
 def test_chat_prompts_are_messages_and_the_role_event_is_no_token(capsys):
@@ -198,7 +203,7 @@ def test_the_class_is_the_one_that_the_server_tells(capsys):
 
 
 def test_a_closed_loop_keeps_so_many_under_way(capsys):
-    with always(first_s=0.1) as server:
+    with always(first_s=0.1, num_together=3) as server:
         status, figures = bench(
             server, capsys, "--mode", "closed", "--concurrency", "3", "--num-requests", "12"
         )
@@ -218,12 +223,12 @@ def test_a_closed_loop_ends_with_the_duration(capsys):
 
 
 def test_an_open_loop_does_not_wait_for_answers(capsys):
-    with always(first_s=1.0) as server:
+    with always(first_s=1.0, num_together=20) as server:
         status, figures = bench(server, capsys, "--rate", "40", "--num-requests", "20")
     assert status == 0
-    assert server.most_live >= 15
+    assert server.most_live == 20
     assert figures["client_kept_up"] in (True, False)
-    assert figures["client_lateness_ms"]["p50"] < 50
+    assert figures["client_lateness_ms"]["p50"] < 500, "half of what the quickest answer takes"
 
 
 def test_a_client_that_is_late_says_so(capsys, monkeypatch):
@@ -342,24 +347,29 @@ def test_ctrl_c_prints_what_there_is():
 
     with FakeServer(behave) as server:
         command = [sys.executable, "-c", "from chairlift.cli import main; raise SystemExit(main())"]
-        command += ["bench", "--base-url", server.url, "--rate", "200", "--num-requests", "20"]
-        process = subprocess.Popen(
+        command += ["bench", "--base-url", server.url, "--num-requests", "20"]
+        # Whoever has sent a second request has had its first answer.
+        command += ["--mode", "closed", "--concurrency", "5"]
+        with subprocess.Popen(
             [*command, "--json", "-"],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-        )
-        deadline = time.monotonic() + 60
-        while not (len(server.requests) == 20 and server.num_live == 15):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        out, error = process.communicate(timeout=60)
+        ) as process:
+            try:
+                deadline = time.monotonic() + 60
+                while not (len(server.requests) == 10 and server.num_live == 5):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                process.send_signal(signal.SIGINT)
+                out, error = process.communicate(timeout=60)
+            finally:
+                process.kill()
     assert process.returncode == 130, error
     figures = json.loads(out)
     assert figures["interrupted"]
-    assert (figures["succeeded"], figures["unfinished"]) == (5, 15)
+    assert (figures["succeeded"], figures["unfinished"]) == (5, 5)
     assert "Traceback" not in error
 
 

@@ -24,7 +24,7 @@ class SlowExecutor(ScriptedExecutor):
 
     @classmethod
     def from_engine_args(cls, args):
-        return cls(num_kv_blocks=512, block_size=args.block_size, step_time=0.02)
+        return cls(num_kv_blocks=512, block_size=args.block_size, step_time=0.05)
 
 
 class FailingExecutor(ScriptedExecutor):
@@ -245,18 +245,10 @@ def test_two_runs_do_not_write_one_file(files, capsys):
     assert "another run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("end", ["Ctrl-C", "kill -9", "kill -9 of the engine"])
-def test_an_interrupted_run_goes_on_where_it_stopped(files, end):
-    write_lines(files[0], [f'"prompt {i}"' for i in range(60)])
-    command = [sys.executable, "-c", "from chairlift.cli import main; raise SystemExit(main())"]
-    command += ["generate", "--input", str(files[0]), "--output", str(files[1])]
-    command += ["--executor", f"{__name__}:SlowExecutor", "--max-tokens", "4", "--window", "4"]
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    process = subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True
-    )
+def interrupted(process, target, end):
+    """End a run when it has written some lines; returns what it said."""
     deadline = time.monotonic() + 120
-    while not (files[1].exists() and files[1].read_bytes().count(b"\n") >= 8):
+    while not (target.exists() and target.read_bytes().count(b"\n") >= 8):
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -265,7 +257,23 @@ def test_an_interrupted_run_goes_on_where_it_stopped(files, end):
         os.kill(int(engine), signal.SIGKILL)
     else:
         process.send_signal(signal.SIGINT if end == "Ctrl-C" else signal.SIGKILL)
-    error = process.communicate(timeout=60)[1]
+    return process.communicate(timeout=60)[1]
+
+
+@pytest.mark.parametrize("end", ["Ctrl-C", "kill -9", "kill -9 of the engine"])
+def test_an_interrupted_run_goes_on_where_it_stopped(files, end):
+    write_lines(files[0], [f'"prompt {i}"' for i in range(60)])
+    command = [sys.executable, "-c", "from chairlift.cli import main; raise SystemExit(main())"]
+    command += ["generate", "--input", str(files[0]), "--output", str(files[1])]
+    command += ["--executor", f"{__name__}:SlowExecutor", "--max-tokens", "4", "--window", "4"]
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    with subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            error = interrupted(process, files[1], end)
+        finally:
+            process.kill()
     some = files[1].read_bytes().count(b"\n")
     assert 8 <= some < 60, "the run was interrupted on the way"
     if end != "kill -9":

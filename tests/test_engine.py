@@ -58,9 +58,10 @@ def submit(engine, prompt, max_tokens=5, **options):
     return engine.client.submit(request(engine, prompt, max_tokens, **options))
 
 
-def until_ended(engine, *request_ids):
-    """Take batches until these requests have ended; returns all batches."""
-    batches, left = [], set(request_ids)
+def until_ended(engine, *request_ids, before=()):
+    """Take batches until these requests have ended; returns all, those of ``before`` too."""
+    batches, left = list(before), set(request_ids)
+    left -= {ended.request_id for batch in batches for ended in batch.ended()}
     deadline = time.monotonic() + 60
     while left:
         assert time.monotonic() < deadline
@@ -85,11 +86,16 @@ def test_options_and_arguments_agree():
 
 
 def test_flat_arrays_and_objects_say_the_same(start):
-    executor = ScriptedExecutor(scripts={"é": "é→x"}, step_time=0.003)
+    executor = ScriptedExecutor(scripts={"é": "é→x"}, hold_at_steps=range(2, 6))
     engine = start(executor)
     ids = [submit(engine, "é"), submit(engine, "other", n=2), submit(engine, "third", 3)]
-    batches = until_ended(engine, *ids)
-    assert len(batches) > 3
+    batches = []
+    for _ in executor.hold_at_steps:
+        executor.wait_held()
+        batches.append(engine.client.wait(60.0))
+        executor.release()
+    batches = until_ended(engine, *ids, before=batches)
+    assert len(batches) >= 4
     for batch in batches:
         deltas = batch.deltas()
         assert len(batch) == len(deltas)
@@ -316,14 +322,15 @@ def test_submit_many_takes_what_fits(start):
 
 
 def test_abort_in_every_state_is_idempotent(start):
-    executor = ScriptedExecutor(step_time=0.002)
+    executor = ScriptedExecutor(hold_at_steps=[3])
     engine = start(executor)
     engine.client.abort(10**9)
     request_id = submit(engine, "a", 200)
-    engine.client.wait(5)
+    executor.wait_held()
     for _ in range(3):
         engine.client.abort(request_id)
     batches = until_ended(engine, request_id)
+    executor.release()
     engine.client.abort(request_id)
     last = deltas_of(batches, request_id)[-1]
     assert last.finish_reason == "abort"

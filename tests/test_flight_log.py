@@ -296,7 +296,6 @@ def test_generate_records(tmp_path, capsys):
     assert "every plan came out bit for bit" in capsys.readouterr().out
 
 
-@pytest.mark.timeout(180)
 def test_a_short_recorded_run_under_every_policy(tmp_path):
     command = [sys.executable, "benches/recorded_run.py", "--out", str(tmp_path)]
     command += ["--executor", "chairlift.testing:ScriptedExecutor", "--minutes", "0.1"]

@@ -82,7 +82,7 @@ async def look(pulse):
 
 
 async def test_it_tells_what_happened_between_two_looks():
-    engine, _ = started()
+    engine, scripted = started()
     clock = Clock()
     pulse = Pulse(lambda: engine, "scripted", clock)
     async with engine:
@@ -94,10 +94,15 @@ async def test_it_tells_what_happened_between_two_looks():
             None,
         )
         clock.now += 10
-        await asyncio.gather(
+        scripted.hold()
+        both = asyncio.gather(
             finish(engine, "abc", 21, tenant="acme"),
             finish(engine, "abcd", 21, tenant=EVIL, request_class="batch"),
         )
+        while (await engine.metrics())["live"] < 2:
+            await asyncio.sleep(0.001)
+        scripted.release()
+        await both
         second = await look(pulse)
     assert second["model"] == "scripted"
     assert second["window"] == 10
@@ -117,23 +122,25 @@ async def test_it_tells_what_happened_between_two_looks():
 
 
 async def test_chairs_waits_and_refusals_are_as_the_engine_is():
-    engine, executor = started(max_num_seqs=2)
+    engine, executor = started(max_num_seqs=2, hold_at_steps=[1, 5])
     pulse = Pulse(lambda: engine)
     async with engine:
         running = [
             asyncio.create_task(finish(engine, "abc", 200, tenant="acme", request_class="batch"))
             for _ in range(2)
         ]
-        while (await engine.metrics())["running_sequences"] < 2:  # or a free slot is room
-            await asyncio.sleep(0.001)
-        executor.hold()
         await asyncio.to_thread(executor.wait_held)
+        while (await engine.metrics())["live"] < 2:
+            await asyncio.sleep(0.001)
+        executor.release()
+        await asyncio.to_thread(executor.wait_held)  # both run, or a free slot is room
         waiting = [
             asyncio.create_task(finish(engine, "abc", 8, tenant=EVIL, request_class="batch"))
             for _ in range(7)
         ]
         while (await engine.metrics())["rejected"] < 3:
             await asyncio.sleep(0.001)
+        assert (await engine.metrics())["running_sequences"] == 2
         state = await look(pulse)
         executor.release()
         await asyncio.gather(*running, *waiting)
@@ -486,6 +493,37 @@ async def test_a_key_is_taken_from_the_address_and_shown_no_longer(chromium):
     async with client_of(app) as client:
         assert (await client.get("/metrics")).status_code == 401
         assert (await client.get("/")).status_code == 200
+
+
+@pytest.mark.browser
+async def test_a_question_that_is_overtaken_is_no_failure(chromium):
+    """A key that comes meanwhile is asked with at once, and once."""
+    engine, _ = started()
+    async with (
+        engine,
+        served(application(engine)) as address,
+        browsing(chromium, address) as (page, _),
+    ):
+        await until_status(page, "live")
+        asked = []
+
+        async def answer(route):
+            asked.append(route)
+            if len(asked) > 1:
+                await route.continue_()
+
+        await page.route("**/live", answer)
+        while not asked:
+            await asyncio.sleep(0.01)
+        await page.evaluate(
+            "window.said = []; new MutationObserver(() => said.push(at('status').textContent))"
+            ".observe(at('status'), {childList: true, characterData: true, subtree: true})"
+        )
+        await page.evaluate("location.hash = '#key=any'")
+        while len(asked) < 3:
+            await asyncio.sleep(0.01)
+        assert await page.evaluate("said") == []
+        assert asked[1].request.headers["authorization"] == "Bearer any"
 
 
 @pytest.mark.browser

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from chairlift import (
@@ -87,9 +89,32 @@ def test_default_parameters_are_vllms(llm):
     assert len(result.outputs[0].token_ids) == 16
 
 
+class Fed(ScriptedExecutor):
+    """Each step lasts until the caller has filled the queue again, or has nothing more."""
+
+    llm: LLM
+    num_prompts: int
+    room: int
+    """In the queue."""
+
+    def execute(self, plan):
+        deadline = time.monotonic() + 30
+        while not self.is_fed():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the queue is not filled")
+            time.sleep(0.0005)
+        return super().execute(plan)
+
+    def is_fed(self):
+        metrics = self.llm.metrics()
+        taken = metrics["submitted"] - metrics["rejected"]
+        return taken == self.num_prompts or metrics["queued"] >= self.room
+
+
 def test_many_more_prompts_than_the_queue_has_room():
-    executor = ScriptedExecutor(step_time=0.003)  # time enough to be fed in
+    executor = Fed()
     with make(executor, max_queued_requests=3, max_num_seqs=4) as llm:
+        executor.llm, executor.num_prompts, executor.room = llm, 200, 3
         prompts = [f"number {number}" for number in range(200)]
         results = generate(llm, prompts, tokens(5))
         for prompt, result in zip(prompts, results, strict=True):
@@ -103,8 +128,9 @@ def test_many_more_prompts_than_the_queue_has_room():
 
 
 def test_the_queue_is_filled_as_fast_as_it_empties():
-    executor = ScriptedExecutor(step_time=0.003)
+    executor = Fed()
     with make(executor, max_queued_requests=8, max_num_seqs=8) as llm:
+        executor.llm, executor.num_prompts, executor.room = llm, 400, 8
         generate(llm, ["one token"] * 400, tokens(1))
     # At best 50 steps of eight; one by one it would be nearly 400.
     assert len(executor.steps) < 150

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -256,3 +257,25 @@ def test_byte_tokenizer_table_agrees_with_decode():
         else:
             assert raw == b""
     assert tokenizer.decode(tokenizer.encode("grüß dich 👋")) == "grüß dich 👋"
+
+
+def test_a_step_stands_still_by_its_number_and_each_needs_a_release():
+    executor = small(hold_at_steps=[1, 3])
+    plan = prefill(b"abc", [0])
+    done = []
+
+    def execute():
+        for step in (1, 2, 3, 4):
+            run(executor, dataclasses.replace(plan, step=step))
+            done.append(step)
+
+    thread = threading.Thread(target=execute)
+    thread.start()
+    for before in ([], [1, 2]):
+        executor.wait_held()
+        assert done == before
+        executor.release()
+    thread.join(10)
+    assert done == [1, 2, 3, 4]
+    with pytest.raises(TimeoutError):
+        executor.wait_held(0.0)

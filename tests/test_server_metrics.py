@@ -294,7 +294,8 @@ def test_a_blocked_event_loop_shows():
         watching = asyncio.create_task(lag.watch())
         await asyncio.sleep(0)
         time.sleep(0.3)  # blocks the loop
-        await asyncio.sleep(0.05)
+        while not any(lag.counts):
+            await asyncio.sleep(0.001)
         watching.cancel()
         return lag
 

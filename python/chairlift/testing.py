@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -153,6 +153,8 @@ class ScriptedExecutor(BlockingExecutor):
     """Numbers of the steps (from 1) that raise :attr:`error`."""
     error: BaseException = field(default_factory=lambda: RuntimeError("scripted failure"))
     """What they raise; a ``SystemExit`` ends the executor thread."""
+    hold_at_steps: Container[int] = ()
+    """Numbers of the steps (from 1) that stand still, each until a :meth:`release` of its own."""
     fail_rows: Mapping[str | tuple[int, ...], int] = field(default_factory=dict)
     """By header, the output index at which a request's row fails."""
     num_kv_blocks: int = 512
@@ -169,9 +171,9 @@ class ScriptedExecutor(BlockingExecutor):
         self._rows: dict[int, _Row] = {}
         self._scripts = {_tokens(header): script for header, script in self.scripts.items()}
         self._fail_rows = {_tokens(header): index for header, index in self.fail_rows.items()}
-        self._open = threading.Event()
-        self._open.set()
-        self._entered = threading.Semaphore(0)
+        self._gate = threading.Condition()
+        self._is_on_hold = False
+        self._stands_still = False
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> ScriptedExecutor:
@@ -180,12 +182,14 @@ class ScriptedExecutor(BlockingExecutor):
 
     def hold(self) -> None:
         """Let the next step (and those after it) stand still until :meth:`release`."""
-        self._entered = threading.Semaphore(0)
-        self._open.clear()
+        with self._gate:
+            self._is_on_hold = True
 
     def release(self) -> None:
-        """Let steps go on."""
-        self._open.set()
+        """Let the step that stands still go on, and steps after it."""
+        with self._gate:
+            self._is_on_hold = self._stands_still = False
+            self._gate.notify_all()
 
     def wait_held(self, timeout: float = 10.0) -> None:
         """Wait until a step stands still.
@@ -193,8 +197,9 @@ class ScriptedExecutor(BlockingExecutor):
         Raises:
             TimeoutError: none came.
         """
-        if not self._entered.acquire(timeout=timeout):
-            raise TimeoutError(f"no step began within {timeout} s")
+        with self._gate:
+            if not self._gate.wait_for(lambda: self._stands_still, timeout):
+                raise TimeoutError(f"no step began within {timeout} s")
 
     def expected(self, prompt: str | Sequence[int], num_tokens: int, child: int = 0) -> list[int]:
         """Return the first tokens of the answer to ``prompt`` under the same scripts."""
@@ -210,9 +215,7 @@ class ScriptedExecutor(BlockingExecutor):
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the whole step."""
         self.steps.append(_summary(plan))
-        if not self._open.is_set():
-            self._entered.release()
-            self._open.wait()
+        self._stand_still(plan.step)
         if self.step_time:
             time.sleep(self.step_time)
         if plan.step in self.raise_at_steps:
@@ -227,6 +230,13 @@ class ScriptedExecutor(BlockingExecutor):
                 child=int(ints[2]), seed=int(ints[1]), logprobs=int(ints[3])
             )
         return self._sample(plan)
+
+    def _stand_still(self, step: int) -> None:
+        with self._gate:
+            if self._is_on_hold or step in self.hold_at_steps:
+                self._stands_still = True
+                self._gate.notify_all()
+                self._gate.wait_for(lambda: not self._stands_still)
 
     def _sample(self, plan: StepPlan) -> StepResult:
         tokens, logprobs = [], []

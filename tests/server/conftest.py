@@ -75,6 +75,7 @@ def start_server():
     yield start
     for server in running:
         if isinstance(server.executor, ScriptedExecutor):
+            server.executor.hold_at_steps = ()
             server.executor.release()
         server.client.close()
         if server._thread.is_alive():

@@ -71,6 +71,17 @@ class RunningServer:
             assert time.monotonic() < end, (gauges, metrics)
             time.sleep(0.005)
 
+    def all_run(self, live, **gauges):
+        """Wait until so many requests run, or what else ``gauges`` say, and stand still.
+
+        The first step stands still until all are there, a later one from then on.
+        """
+        self.executor.wait_held()
+        self.wait_for(live=live)
+        self.executor.release()
+        self.executor.wait_held()
+        self.wait_for(**gauges or {"running_sequences": live})
+
     def check_alive(self):
         """Nothing is left behind, and the next request is served."""
         self.wait_for(live=0, queued=0, running_sequences=0, waiting_sequences=0, used_blocks=0)
@@ -91,6 +102,16 @@ class RunningServer:
         sock = socket.create_connection(("127.0.0.1", self.port), timeout=LONG)
         sock.sendall(data)
         return sock
+
+
+def first_event(sock) -> bytes:
+    """What comes until the first event of a stream is there."""
+    data = b""
+    while b"data: " not in data:
+        part = sock.recv(4_096)
+        assert part, data
+        data += part
+    return data
 
 
 def events(data: bytes) -> list:

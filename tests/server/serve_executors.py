@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
+from pathlib import Path
 
 from chairlift.testing import ByteTokenizer, ScriptedExecutor
 
@@ -33,26 +35,39 @@ class Dying(ScriptedExecutor):
 
 
 class Failing(ScriptedExecutor):
-    """Raises in its thirtieth step, and fails at the sixth token of what begins with ``bad``."""
+    """Raises in a step of two decodes, and fails at the sixth token of what begins with ``bad``."""
 
     @classmethod
     def from_engine_args(cls, args):
-        return cls(
-            step_time=0.01,
-            num_kv_blocks=1_024,
-            raise_at_steps=[30],
-            fail_rows={"bad": 5},
-            error=RuntimeError("an inner secret"),
-        )
+        return cls(step_time=0.01, num_kv_blocks=1_024, fail_rows={"bad": 5})
+
+    def execute(self, plan):
+        if plan.num_decodes == 2:
+            raise RuntimeError("an inner secret")
+        return super().execute(plan)
 
 
 class Hanging(Slow):
-    """Does not come back from the first step that has four decodes."""
+    """Does not come back from a step that is run when the file ``$SIGN`` is there."""
 
     def execute(self, plan):
-        if plan.num_decodes == 4:
+        if has_sign():
             time.sleep(3_600)
         return super().execute(plan)
+
+
+class Braked(Slow):
+    """Slow until the file ``$SIGN`` is there, then as fast as it goes."""
+
+    def execute(self, plan):
+        if has_sign():
+            self.step_time = 0.0
+        return super().execute(plan)
+
+
+def has_sign():
+    """Whether the test has given its sign."""
+    return Path(os.environ["SIGN"]).exists()
 
 
 class Sleepy(ByteTokenizer):

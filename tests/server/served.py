@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from running_server import LONG, http_post
+from running_server import LONG, first_event, http_post
 
 
 @contextmanager
@@ -47,8 +47,7 @@ def stream(url, max_tokens):
     sock = socket.create_connection((url.host, url.port), timeout=LONG)
     body = {"prompt": "x", "max_tokens": max_tokens, "stream": True}
     sock.sendall(http_post("/v1/completions", body))
-    while b"data: " not in sock.recv(4_096):
-        pass
+    first_event(sock)
     return sock
 
 

@@ -11,7 +11,7 @@ import pytest
 from running_server import events, http_post, read_response
 
 from chairlift.config import ClassConfig, Config, PolicyConfig
-from chairlift.testing import ByteTokenizer, ScriptedExecutor
+from chairlift.testing import ByteTokenizer, ScriptedExecutor, default_token
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -27,20 +27,24 @@ class TestRequestIds:
 
     def test_an_id_is_free_at_once(self, start_server):
         """Two with one id get their own answers; when one is cancelled the id may come again."""
-        server = start_server(ScriptedExecutor(step_time=0.002))
+        executor = ScriptedExecutor(hold_at_steps=[1, 5])
+        server = start_server(executor)
         same = {"x-request-id": "same"}
         bodies = [{"prompt": name, "max_tokens": 100, "stream": True} for name in ("a", "b", "c")]
         first, second = (server.raw(http_post(TEXT, body, same)) for body in bodies[:2])
-        server.wait_for(running_sequences=2)
+        server.all_run(2)
         first.close()
+        server.wait_for(live=1)
         third = server.raw(http_post(TEXT, bodies[2], same))
+        server.wait_for(live=2)
+        executor.release()
         for sock, body in ((second, bodies[1]), (third, bodies[2])):
             with sock, sock.makefile("rb") as file:
                 status, headers, data = read_response(file)
             assert (status, headers["x-request-id"]) == (200, "same")
             chunks = events(data)[:-1]
             said = "".join(chunk["choices"][0]["text"] for chunk in chunks)
-            assert said == text(server.executor, body["prompt"], 100)
+            assert said == text(executor, body["prompt"], 100)
         server.check_alive()
 
     @pytest.mark.parametrize("value", [b"x" * 1_000_000, b"a\rb", b"a\nb: c", b"\xff\xfe", b"a\0"])
@@ -113,10 +117,14 @@ def test_preemption_is_invisible(start_server):
     results = []
     for num_blocks in (22, 512):
         scripts = {body["prompt"]: said for body in bodies}
-        executor = ScriptedExecutor(scripts=scripts, num_kv_blocks=num_blocks, step_time=0.001)
+        executor = ScriptedExecutor(scripts=scripts, num_kv_blocks=num_blocks)
         server = start_server(executor, max_model_len=256, enable_prefix_caching=False)
+        executor.hold()
         with ThreadPoolExecutor(4) as pool:
-            streams = list(pool.map(lambda body, s=server: s.stream(TEXT, body), bodies))
+            asked = [pool.submit(server.stream, TEXT, body) for body in bodies]
+            server.wait_for(live=4)
+            executor.release()
+            streams = [stream.result() for stream in asked]
         told = []
         for chunks in streams:
             choices = [chunk["choices"][0] for chunk in chunks[:-2]]
@@ -160,10 +168,15 @@ def test_a_higher_level_gets_in(start_server):
     """C32: past a full batch of lower ones, which finish all the same, with their own text."""
     classes = {"high": ClassConfig(level=2), "low": ClassConfig(level=1)}
     config = Config(policy=PolicyConfig(classes=classes))
-    executor = ScriptedExecutor(step_time=0.002, num_kv_blocks=512)
-    server = start_server(executor, config=config, max_num_seqs=4)
+    is_enough, plain = threading.Event(), ScriptedExecutor()
+    executor = ScriptedExecutor(
+        default=lambda sample: 257 if is_enough.is_set() else default_token(sample),
+        step_time=0.002,
+        num_kv_blocks=2_048,
+    )
+    server = start_server(executor, config=config, max_num_seqs=4, max_model_len=8_000)
     low = [
-        {"prompt": f"{index}", "max_tokens": 200, "stream": True, "service_tier": "low"}
+        {"prompt": f"{index}", "max_tokens": 7_000, "stream": True, "service_tier": "low"}
         for index in range(4)
     ]
     with ThreadPoolExecutor(4) as pool:
@@ -173,13 +186,16 @@ def test_a_higher_level_gets_in(start_server):
             server.post(TEXT, {"prompt": "now", "max_tokens": 3, "service_tier": "high"})
             for _ in range(5)
         ]
-        assert not all(stream.done() for stream in streams), "they still run"
+        assert not any(stream.done() for stream in streams), "they still run"
+        is_enough.set()
         for answer in answers:
-            assert answer.json()["choices"][0]["text"] == text(executor, "now", 3)
+            assert answer.json()["choices"][0]["text"] == text(plain, "now", 3)
         for body, stream in zip(low, streams, strict=True):
             chunks = stream.result()
+            assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
             said = "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1])
-            assert said == text(executor, body["prompt"], 200)
+            assert said == text(plain, body["prompt"], len(said))
+    is_enough.clear()
     server.check_alive()
 
 

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 
 import httpx
-from running_server import LONG, events, http_post
+from running_server import LONG, events, first_event, http_post
 from served import engine_process, finished, serving, wait_until_gone
 from test_endings import body_of, long_request
 from test_gate_http import parsed
@@ -31,8 +31,7 @@ def load(url, max_tokens=3_000):
         socks.append(sock)
         wait(lambda index=index: server_load(url) == index + 1)
         if stream and index < 4:
-            while b"data: " not in sock.recv(65_536):
-                pass
+            first_event(sock)
     return socks
 
 
@@ -58,7 +57,7 @@ def read(sock):
 
 
 def server_load(url):
-    return httpx.get(url.join("/load")).json()["server_load"]
+    return httpx.get(url.join("/load"), timeout=LONG).json()["server_load"]
 
 
 def health(url):
@@ -161,34 +160,39 @@ def test_a_step_that_raises_and_a_row_that_fails():
     assert "an inner secret" in errors, "the log has the reason"
 
 
-def test_a_step_that_never_returns():
+def test_a_step_that_never_returns(tmp_path):
     """Health tells it as soon as it stalls; after the step's timeout all get their ends."""
-    flags = ("--max-num-seqs", "4", "--stall-timeout", "300ms", "--step-timeout", "2")
-    with serving(*flags, executor="Hanging") as (process, url):
+    sign = tmp_path / "sign"
+    flags = ("--max-num-seqs", "4", "--stall-timeout", "1s", "--step-timeout", "4")
+    with serving(*flags, executor="Hanging", env={"SIGN": f"{sign}"}) as (process, url):
         socks = load(url)
+        sign.touch()
         wait(lambda: health(url) == 503)
         check_ends(socks, "engine_dead")
         code, errors = finished(process)
     assert code == 1
-    assert re.search(r"not returned from step \d+ for 2 s \(step_timeout\)", errors)
+    assert re.search(r"not returned from step \d+ for 4 s \(step_timeout\)", errors)
 
 
-def test_an_engine_process_that_is_stopped():
+def test_an_engine_process_that_is_stopped(tmp_path):
     """It neither dies nor answers: health says so, clients may leave, and it can go on."""
-    with serving("--max-num-seqs", "4", "--stall-timeout", "300ms") as (process, url):
-        socks = load(url, max_tokens=100)
+    sign = tmp_path / "sign"
+    flags = ("--max-num-seqs", "4", "--stall-timeout", "1s")
+    with serving(*flags, executor="Braked", env={"SIGN": f"{sign}"}) as (process, url):
+        socks = load(url)
         engine = engine_process(process)
-        assert health(url) == 200
+        wait(lambda: health(url) == 200)
         os.kill(engine, signal.SIGSTOP)
         try:
             wait(lambda: health(url) == 503)
             with connect(url, long_request(max_tokens=2)) as late:
                 status, _, body = parsed(read(late))
             assert (status, json.loads(body)["error"]["code"]) == (503, "engine_stalled")
-            assert httpx.get(f"{url}/ready").status_code == 503
+            assert httpx.get(f"{url}/ready", timeout=LONG).status_code == 503
             for sock in (socks.pop(0), socks.pop()):
                 sock.close()
             wait(lambda: server_load(url) == len(socks))
+            sign.touch()
         finally:
             os.kill(engine, signal.SIGCONT)
         wait(lambda: health(url) == 200)
@@ -220,6 +224,7 @@ def test_questions_to_an_engine_that_is_stopped(start_server, monkeypatch):
             metrics, *others = [client.get(path) for path in paths]
         finally:
             os.kill(server.engine._engine.pid, signal.SIGCONT)
+        monkeypatch.setattr("chairlift.server.errors._ANSWER_TIMEOUT_S", LONG)
         assert metrics.status_code == 200
         assert "\nchairlift:num_requests_running{" not in metrics.text
         for answer in others:

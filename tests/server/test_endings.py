@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
-from running_server import LONG, events, http_post
+from running_server import LONG, events, first_event, http_post
 
 from chairlift.server.exchange import Exchange
 from chairlift.server.generation import Generation
@@ -60,17 +60,18 @@ class TestDisconnects:
     @pytest.mark.parametrize("path", [CHAT, TEXT])
     @pytest.mark.parametrize("stream", [False, True])
     def test_while_it_runs(self, start_server, path, stream):
-        executor = ScriptedExecutor(step_time=0.002)
+        executor = ScriptedExecutor(hold_at_steps=[10])
         server = start_server(executor)
         sock = server.raw(long_request(path, stream, n=2))
-        server.wait_for(live=1)
+        executor.wait_held()
         if stream:
-            while b"data: " not in sock.recv(4_096):
-                pass
+            first_event(sock)
         sock.close()
+        server.wait_for(live=0)
+        executor.release()
         metrics = server.wait_for(live=0, used_blocks=0)
         assert metrics["aborted"] == 1
-        assert len(executor.steps) < 150
+        assert len(executor.steps) == 10
         server.check_alive()
 
     @pytest.mark.parametrize("stream", [False, True])
@@ -94,15 +95,17 @@ class TestDisconnects:
         server.check_alive()
 
     def test_in_a_long_prefill(self, start_server):
-        executor = ScriptedExecutor(step_time=0.01, num_kv_blocks=512)
+        executor = ScriptedExecutor(hold_at_steps=[20], num_kv_blocks=512)
         server = start_server(
             executor, max_num_batched_tokens=32, max_num_seqs=32, max_model_len=4_096
         )
         sock = server.raw(long_request(prompt=[1] * 4_000))
-        server.wait_for(running_sequences=1)
+        executor.wait_held()
         sock.close()
+        server.wait_for(live=0)
+        executor.release()
         server.wait_for(live=0, used_blocks=0)
-        assert len(executor.steps) < 100
+        assert [step.num_samples for step in executor.steps] == [0] * 20
 
     def test_many_at_once_and_others_go_on(self, start_server):
         server = start_server(ScriptedExecutor(step_time=0.001), max_num_seqs=64)
@@ -199,7 +202,8 @@ class TestEqualRequestIds:
     """C25."""
 
     def test_both_run(self, start_server):
-        server = start_server(ScriptedExecutor(step_time=0.001))
+        executor = ScriptedExecutor(hold_at_steps=[1, 5])
+        server = start_server(executor)
         same = {"x-request-id": "same"}
         first = server.raw(
             http_post(TEXT, {"prompt": "one", "max_tokens": 200, "stream": True}, same)
@@ -207,8 +211,10 @@ class TestEqualRequestIds:
         second = server.raw(
             http_post(TEXT, {"prompt": "two", "max_tokens": 200, "stream": True}, same)
         )
-        server.wait_for(running_sequences=2)
+        server.all_run(2)
         first.close()
+        server.wait_for(live=1)
+        executor.release()
         chunks = events(body_of(read_all(second)))
         second.close()
         text = "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1])
@@ -267,13 +273,16 @@ class TestFailures:
     def test_an_engine_that_ends(self, start_server):
         """Every stream gets its error, nothing new is taken, and the server exits with 1."""
         executor = ScriptedExecutor(
-            step_time=0.01, raise_at_steps=[30], error=SystemExit("an inner secret")
+            hold_at_steps=[1, 30], raise_at_steps=[30], error=SystemExit("an inner secret")
         )
         server = start_server(executor)
         socks = [server.raw(long_request(stream=stream)) for stream in (True, True, False)]
+        server.all_run(3)
+        begun = [first_event(sock) for sock in socks[:2]] + [b""]
+        executor.release()
         answers = []
-        for sock in socks:
-            answers.append(read_all(sock))
+        for data, sock in zip(begun, socks, strict=True):
+            answers.append(data + read_all(sock))
             sock.close()
         for answer in answers[:2]:
             assert events(body_of(answer))[-1]["error"]["code"] == "engine_dead"
@@ -297,9 +306,9 @@ class TestFailures:
     @pytest.mark.parametrize("stream", [False, True])
     def test_an_engine_that_somebody_shuts_down(self, start_server, stream):
         """What runs gets an error, what waits a status, whether or not it is to be a stream."""
-        executor = ScriptedExecutor(step_time=0.01)
-        server = start_server(executor, max_num_seqs=1)
-        with server.raw(long_request()) as running:
+        executor = ScriptedExecutor(step_time=0.01, num_kv_blocks=512)
+        server = start_server(executor, max_num_seqs=1, max_model_len=4_096)
+        with server.raw(long_request(max_tokens=4_000)) as running:
             server.wait_for(running_sequences=1)
             with server.raw(long_request(stream=stream)) as waiting:
                 server.wait_for(queued=1)
@@ -312,14 +321,20 @@ class TestFailures:
         assert server.exit_code == 1
 
     def test_the_request_timeout(self, start_server):
-        server = start_server(ScriptedExecutor(step_time=0.01), settings={"request_timeout": 0.3})
+        executor = ScriptedExecutor(hold_at_steps=[10, 20])
+        server = start_server(executor, settings={"request_timeout": 0.5})
         answer = server.post(TEXT, {"prompt": "x", "max_tokens": 200})
         assert answer.status_code == 504
         assert answer.json()["error"]["code"] == "request_timeout"
+        executor.wait_held()
+        executor.release()
         with server.raw(long_request()) as sock:
-            chunks = events(body_of(read_all(sock)))
-        assert chunks[-1]["error"]["code"] == "request_timeout"
-        assert len(chunks) > 3
+            *chunks, last = events(body_of(read_all(sock)))
+        assert last["error"]["code"] == "request_timeout"
+        text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        assert text == bytes(executor.expected("x", 9)).decode()
+        executor.wait_held()
+        executor.release()
         server.check_alive()
 
 
@@ -327,10 +342,10 @@ class TestTheDrain:
     """C33."""
 
     def test_running_and_queued_requests_go_on(self, start_server):
-        executor = ScriptedExecutor(step_time=0.005)
+        executor = ScriptedExecutor(hold_at_steps=[1, 5])
         server = start_server(executor, max_num_seqs=2)
         socks = [server.raw(long_request(max_tokens=40, prompt=f"{i}")) for i in range(4)]
-        server.wait_for(running_sequences=2, queued=2)
+        server.all_run(4, running_sequences=2, queued=2)
         server.drain()
         _wait(lambda: server.client.get("/ready").status_code == 503)
         assert server.client.get("/health").status_code == 200
@@ -340,6 +355,7 @@ class TestTheDrain:
             assert answer.status_code == 503
             assert answer.headers["retry-after"]
             assert answer.json()["error"]["code"] == "draining"
+        executor.release()
         for index, sock in enumerate(socks):
             chunks = events(body_of(read_all(sock)))
             sock.close()
@@ -416,7 +432,7 @@ class TestTheDrain:
             if sent == 1:
                 assert entered.wait(LONG)
             else:
-                assert server.client.get("/health").status_code == 200  # it is being read
+                _wait(lambda: server.service.live)  # it is being read
             server.drain()
             answer = b""
             while part := sock.recv(4_096):

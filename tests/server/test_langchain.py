@@ -60,10 +60,18 @@ def test_a_conversation(start_server, langchain):
     assert chat.invoke(history).content == "Hm"
 
 
-def test_stream(server, chat):
-    chunks = list(chat.stream("Hello!", stream_usage=True))
-    assert "".join(chunk.content for chunk in chunks) == told(server, "Hello!")
-    assert len(chunks) > 5
+def test_stream(start_server, langchain):
+    executor = ScriptedExecutor(hold_at_steps=range(2, 6))
+    server = start_server(executor)
+    chat = langchain.ChatOpenAI(**settings(server))
+    chunks, left = [], len(executor.hold_at_steps)
+    for chunk in chat.stream("Hello!", stream_usage=True):
+        chunks.append(chunk)
+        if chunk.content and left:
+            executor.wait_held()
+            executor.release()
+            left -= 1
+    assert [chunk.content for chunk in chunks if chunk.content] == list(told(server, "Hello!"))
     whole = sum(chunks[1:], start=chunks[0])
     assert whole.response_metadata["finish_reason"] == "length"
     assert whole.usage_metadata["output_tokens"] == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 
@@ -39,6 +40,15 @@ BODIES = {
     "tokens": ("/detokenize", "tokens", of_items("97", 4 * MANY), 200),
     "token_strs": ("/tokenize", "prompt", json.dumps("ab" * MANY), 200),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_of_others():
+    """A collection, whichever thread it falls to, looks at nothing from before the test."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -22,16 +22,19 @@ from chairlift.server.tenants import hash_key
 
 
 @pytest.mark.parametrize("isolation", ["process", "thread"])
-def test_sigterm_drains(isolation):
+def test_sigterm_drains(isolation, tmp_path):
     """C33."""
-    with serving("--isolation", isolation) as (process, url):
+    sign = tmp_path / "sign"
+    flags = {"executor": "Braked", "env": {"SIGN": f"{sign}"}}
+    with serving("--isolation", isolation, **flags) as (process, url):
         assert httpx.get(url.join("/ready")).status_code == 200
-        sock = stream(url, 60)
+        sock = stream(url, 3_000)
         process.send_signal(signal.SIGTERM)
         while httpx.get(url.join("/ready")).status_code == 200:
             time.sleep(0.01)
         answer = httpx.post(url.join("/v1/completions"), json={"prompt": "x"})
         assert answer.status_code == 503
+        sign.touch()
         assert rest(sock).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         code, errors = finished(process)
     assert code == 0

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 
 import pytest
+from running_server import events
 
 from chairlift.testing import ScriptedExecutor
 
@@ -197,14 +198,24 @@ def test_a_stop_string(start_server):
 
 def test_text_cannot_break_the_framing(start_server):
     """C12: One event is one line, whatever the text holds."""
-    text = 'a\u2028b\u2029c\n\nd\r\ne data: [DONE]\n\n{"}\x00 \U0001f600\x85'
-    server = start_server(ScriptedExecutor(scripts={"go": text}))
+    text = 'in parts: a\u2028b\u2029c\n\nd\r\ne data: [DONE]\n\n{"}\x00 \U0001f600\x85'
+    executor = ScriptedExecutor(scripts={"go": text})
+    server = start_server(executor)
     size = len(text.encode()) + 1
     body = {"prompt": "go", "max_tokens": size}
     assert server.complete(**body)["choices"][0]["text"] == text
-    chunks = server.stream(TEXT, body)
+    executor.hold_at_steps = range(size + 2, size + 10)
+    data, left = b"", len(executor.hold_at_steps)
+    with server.client.stream("POST", TEXT, json=body | {"stream": True}) as answer:
+        for part in answer.iter_bytes():
+            data += part
+            if left:
+                executor.wait_held()
+                executor.release()
+                left -= 1
+    chunks = events(data)
     assert texts_of(chunks) == {0: text}
-    assert len(chunks) > 3
+    assert [chunk["choices"][0]["text"] for chunk in chunks[:8]] == list("in parts")
 
 
 def test_seeds_repeat_and_answers_differ(server):

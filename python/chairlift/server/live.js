@@ -284,13 +284,15 @@ let timer = 0;
 let asking = null;
 
 async function ask() {
-  asking = new AbortController();
+  const mine = new AbortController();
+  asking = mine;
   let wait = INTERVAL_MS;
   try {
-    const limit = AbortSignal.any([asking.signal, AbortSignal.timeout(10000)]);
+    const limit = AbortSignal.any([mine.signal, AbortSignal.timeout(10000)]);
     const headers = key ? { Authorization: `Bearer ${key}` } : {};
     const answer = await fetch("live", { cache: "no-store", headers, signal: limit });
     const told = await answer.json();
+    if (mine.signal.aborted) return;
     if (answer.ok) {
       show(told);
       say("live", "on");
@@ -302,7 +304,8 @@ async function ask() {
       say((told.error && told.error.message) || `the server says ${answer.status}`, "off");
     }
   } catch (error) {
-    if (isPaused || document.hidden) return;
+    // Another question was asked, or nobody wants to know.
+    if (mine.signal.aborted) return;
     wait = RETRY_MS;
     say("no answer, trying again", "off");
   }
