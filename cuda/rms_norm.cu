@@ -3,7 +3,7 @@
 // out = norm(x + residual) * weight, and residual becomes the sum. The sum is rounded once to T before
 // it is normed, so that the norm sees what the next layer will; arithmetic in fp32. One block a token.
 
-#include "device.cuh"
+#include "block.cuh"
 
 /// One launch: grid (tokens), block THREADS.
 struct RmsNormParams {
@@ -18,17 +18,6 @@ struct RmsNormParams {
 namespace {
 
 constexpr int THREADS = 256;
-
-/// Sum over the block, in every thread, in one fixed order.
-__device__ float block_sum(float value) {
-    __shared__ float of_warps[THREADS / WARP];
-    value = warp_sum(value);
-    if (threadIdx.x % WARP == 0) of_warps[threadIdx.x / WARP] = value;
-    __syncthreads();
-    float sum = 0.0f;
-    for (int warp = 0; warp < THREADS / WARP; ++warp) sum += of_warps[warp];
-    return sum;
-}
 
 }  // namespace
 
@@ -56,7 +45,7 @@ __global__ void __launch_bounds__(THREADS) rms_norm(const RmsNormParams params) 
             squares += value * value;
         }
     }
-    const float factor = rsqrtf(block_sum(squares) / static_cast<float>(params.width) + params.eps);
+    const float factor = rsqrtf(block_sum<THREADS>(squares) / static_cast<float>(params.width) + params.eps);
     // Each thread reads back what it wrote itself.
     const T* const sums = residual == nullptr ? x : residual;
     for (int d = threadIdx.x * SIZE; d < params.width; d += THREADS * SIZE) {

@@ -17,6 +17,17 @@ PREFILL_THREADS = 128
 """Threads of a block of the prefill kernel."""
 PREFILL_ROWS = 64
 """Rows of a block of the prefill kernel."""
+RESET_THREADS = EDIT_THREADS = 256
+"""Threads of a block of the kernels that reset rows and that edit logits."""
+RESET_TOKENS, EDIT_TOKENS = 8192, 4096
+"""Tokens of the vocabulary that a block of theirs takes."""
+SAMPLE_THREADS = LOGPROBS_THREADS = 512
+"""Threads of a block of the kernels that sample and that tell log-probabilities."""
+MAX_LISTED = 1024
+"""Entries that a row has room for in its lists of biases and of suppressed tokens, each; also the
+most of the best tokens that a row can be told."""
+MAX_VOCAB_SIZE = 1 << 22
+"""Tokens of the largest vocabulary that is sampled from."""
 TYPES = ("float", "Half", "BFloat16")
 """The kernels' names of float32, float16 and bfloat16."""
 HALF_TYPES = ("Half", "BFloat16")
@@ -99,6 +110,14 @@ SOURCES = {
                 for head_dim in HEAD_DIMS
             ),
         ),
+        KernelSource(
+            "sampling_reset",
+            (params.SamplingRow, params.SamplingResetParams),
+            ("sampling_reset",),
+        ),
+        KernelSource("logit_edits", (params.LogitEditsParams,), _of_each_type("logit_edits")),
+        KernelSource("sample", (params.SampleParams,), _of_each_type("sample")),
+        KernelSource("logprobs", (params.LogprobsParams,), _of_each_type("logprobs")),
         KernelSource("rms_norm", (params.RmsNormParams,), _of_each_type("rms_norm")),
         KernelSource("silu_mul", (params.SiluMulParams,), _of_each_type("silu_mul")),
     )

@@ -7,7 +7,7 @@ two sides cannot drift apart.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import Structure, c_float, c_int, c_longlong, c_uint, c_void_p, sizeof
+from ctypes import Structure, c_float, c_int, c_longlong, c_uint, c_ulonglong, c_void_p, sizeof
 
 
 class BlockCopyParams(Structure):
@@ -109,6 +109,101 @@ class PagedAttentionPrefillParams(Structure):
         ("block_size", c_int),
         ("block_magic", c_uint),
         ("block_shift", c_int),
+    )
+
+
+class SamplingRow(Structure):
+    """``sampling.cuh``: what the sampling kernels keep of a row, in memory of the device."""
+
+    _fields_ = (
+        ("seed", c_ulonglong),
+        ("child", c_uint),
+        ("temperature", c_float),
+        ("top_p", c_float),
+        ("min_p", c_float),
+        ("repetition_penalty", c_float),
+        ("presence_penalty", c_float),
+        ("frequency_penalty", c_float),
+        ("top_k", c_int),
+        ("min_tokens", c_int),
+        ("num_bias", c_int),
+        ("num_suppressed", c_int),
+        ("has_penalties", c_int),
+    )
+
+
+class SamplingResetParams(Structure):
+    """``sampling_reset.cu``."""
+
+    _fields_ = (
+        ("rows", c_void_p),
+        ("floats", c_void_p),
+        ("ints", c_void_p),
+        ("id_ranges", c_void_p),
+        ("bias_ranges", c_void_p),
+        ("suppressed_ranges", c_void_p),
+        ("ids", c_void_p),
+        ("bias_ids", c_void_p),
+        ("bias_values", c_void_p),
+        ("suppressed_ids", c_void_p),
+        ("row_params", c_void_p),
+        ("row_counts", c_void_p),
+        ("row_bias_ids", c_void_p),
+        ("row_bias_values", c_void_p),
+        ("row_suppressed_ids", c_void_p),
+        ("vocab_size", c_int),
+    )
+
+
+class LogitEditsParams(Structure):
+    """``logit_edits.cu``."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("edited", c_void_p),
+        ("sample_rows", c_void_p),
+        ("output_indices", c_void_p),
+        ("logits_rows", c_void_p),
+        ("row_params", c_void_p),
+        ("row_counts", c_void_p),
+        ("row_bias_ids", c_void_p),
+        ("row_bias_values", c_void_p),
+        ("row_suppressed_ids", c_void_p),
+        ("vocab_size", c_int),
+    )
+
+
+class SampleParams(Structure):
+    """``sample.cu``."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("edited", c_void_p),
+        ("sample_rows", c_void_p),
+        ("output_indices", c_void_p),
+        ("logits_rows", c_void_p),
+        ("row_params", c_void_p),
+        ("row_counts", c_void_p),
+        ("last_tokens", c_void_p),
+        ("token_ids", c_void_p),
+        ("statuses", c_void_p),
+        ("vocab_size", c_int),
+    )
+
+
+class LogprobsParams(Structure):
+    """``logprobs.cu``."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("logits_rows", c_void_p),
+        ("token_ids", c_void_p),
+        ("num_best", c_void_p),
+        ("out_ids", c_void_p),
+        ("out_values", c_void_p),
+        ("statuses", c_void_p),
+        ("vocab_size", c_int),
+        ("stride", c_int),
     )
 
 

@@ -173,6 +173,10 @@ T atomicMax(T* address, T value) {
     return emulator::atomically(address, [=](T old) { return std::max(old, value); });
 }
 template <class T>
+T atomicOr(T* address, T value) {
+    return emulator::atomically(address, [=](T old) { return static_cast<T>(old | value); });
+}
+template <class T>
 T atomicExch(T* address, T value) {
     return emulator::atomically(address, [=](T) { return value; });
 }

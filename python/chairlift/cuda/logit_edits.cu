@@ -1,0 +1,1 @@
+../../../cuda/logit_edits.cu

@@ -1,0 +1,1 @@
+../../../cuda/sampling_reset.cu
