@@ -197,7 +197,8 @@ WRONG = [
         "paged_attention_decode", {"num_partials": 5}, "num_partials is 5; it must be from 0 to 4"
     ),
     Wrong("paged_attention_decode", {"num_partials": 0}, "1 splits have no partial results"),
-    Wrong("paged_attention_decode", {"chunk_tokens": 0}, "chunk_tokens is 0; it must be from 1"),
+    Wrong("paged_attention_decode", {"chunk_tokens": 0}, "chunk_tokens is 0; it must be from 64"),
+    Wrong("paged_attention_decode", {"chunk_tokens": 96}, "is 96, not a multiple of 64 (keys read"),
     Wrong("paged_attention_decode", {"max_query_tokens": -1}, "max_query_tokens is -1"),
     Wrong("paged_attention_decode", {"max_query_tokens": 40_000}, "blocks is beyond"),
     Wrong(

@@ -172,15 +172,15 @@ def test_fake_cuda_tensors_are_traced_without_a_device(name):
 
 def attention_arguments():
     rows = (torch.zeros(1, 2 * 64), randn(1, 2 * 64))
-    caches = (randn(2, 1, 16, 64), randn(2, 1, 16, 64, seed=4))
-    lists = ([0, 1], [20], [0, 2], [1, 0])
+    caches = (randn(2, 1, 40, 64), randn(2, 1, 40, 64, seed=4))
+    lists = ([0, 1], [70], [0, 2], [1, 0])
     return (*rows, *caches, *(torch.tensor(each, dtype=torch.int32) for each in lists))
 
 
 def decode_arguments():
     items = torch.tensor([[0, 0, 0], [0, 1, 1]], dtype=torch.int32)
     splits = torch.tensor([[0, 0, 2]], dtype=torch.int32)
-    return items, splits, 2, 16, 1, 0.1, 0.0, 0
+    return items, splits, 2, 64, 1, 0.1, 0.0, 0
 
 
 def block_copy_arguments():

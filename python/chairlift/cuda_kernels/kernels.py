@@ -48,6 +48,8 @@ WRITE_WARPS = 4
 """Heads that a block of ``kv_cache_write`` takes."""
 COPY_THREADS = 256
 """Threads of a block of ``block_copy``."""
+DECODE_KEYS = 64
+"""Most keys that a block of the decode kernel reads at once; a chunk is a multiple of it."""
 
 
 def check_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
@@ -129,7 +131,8 @@ def check_paged_attention_decode(
     check.tensor("items", items, torch.int32, ("items", 3))
     check.tensor("splits", splits, torch.int32, ("splits", 3))
     check.number("num_partials", num_partials, 0, check["items"])
-    check.number("chunk_tokens", chunk_tokens, 1)
+    check.number("chunk_tokens", chunk_tokens, DECODE_KEYS)
+    check.multiple("chunk_tokens", chunk_tokens, DECODE_KEYS, "keys read at once")
     check.number("max_query_tokens", max_query_tokens, 0)
     if check["splits"] and not num_partials:
         raise check.error(f"{check['splits']} splits have no partial results to combine")
