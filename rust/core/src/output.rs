@@ -55,8 +55,8 @@ pub enum Event {
     Ended {
         /// The request.
         request: RequestId,
-        /// When things happened to it.
-        stats: RequestStats,
+        /// When things happened to it; apart, so that the common event stays small.
+        stats: Box<RequestStats>,
     },
 }
 

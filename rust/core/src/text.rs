@@ -62,6 +62,23 @@ impl TextState {
         }
     }
 
+    /// The same as [`Self::push`] of the text's bytes, which need no check.
+    #[inline]
+    pub fn push_str(
+        &mut self,
+        text: &str,
+        check_stops: bool,
+        out: &mut String,
+    ) -> Option<StopMatch> {
+        if !self.tail.is_empty() {
+            return self.push(text.as_bytes(), check_stops, out);
+        }
+        match self.search.deliver(text, check_stops, out) {
+            ControlFlow::Continue(()) => None,
+            ControlFlow::Break(found) => Some(found),
+        }
+    }
+
     /// Delivers what is held back: the sequence ended for a reason other than a stop string.
     ///
     /// An incomplete UTF-8 sequence becomes one U+FFFD, as in `String::from_utf8_lossy`. It is not

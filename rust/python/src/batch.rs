@@ -193,10 +193,10 @@ impl OutputBatch {
     fn ended(&self) -> Vec<Ended> {
         let events = self.shared.delivery.batch.events.iter();
         events
-            .filter_map(|event| match *event {
+            .filter_map(|event| match event {
                 Event::Ended { request, stats } => Some(Ended {
                     request: request.0,
-                    stats,
+                    stats: **stats,
                 }),
                 _ => None,
             })

@@ -82,7 +82,7 @@ impl Commit<'_> {
             } else {
                 shares.chunk(before, scheduled, samples.len())
             };
-            let step_ns = step_ns.round() as u64;
+            let step_ns = nearest(step_ns);
             let has_output = sequence.num_output_tokens() > 0 && !samples.is_empty();
             let gap_us = has_output.then(|| self.now.since_us(sequence.last_output));
             let output_before = self.ledger.counters.output_tokens;
@@ -371,6 +371,12 @@ impl StepResults {
     }
 }
 
+/// The nearest whole number of one that is not negative, halves up. (`f64::round` is a call.)
+fn nearest(number: f64) -> u64 {
+    let whole = number as u64;
+    whole.saturating_add(u64::from(number - whole as f64 >= 0.5))
+}
+
 fn check_length(array: &'static str, got: usize, expected: usize) -> Result<(), CommitError> {
     if got == expected {
         return Ok(());
@@ -427,14 +433,18 @@ fn append_token(
     };
     let hidden = stop.skip_special_tokens && vocabulary.tokens.is_special(token);
     let shown = !hidden && (stop_token.is_none() || stop.include_stop_token_in_text);
-    let bytes = if shown {
-        vocabulary.tokens.bytes(token)
+    let shown_text = if shown {
+        vocabulary.tokens.text(token)
     } else {
-        &[]
+        Ok("")
     };
     // vLLM's rule: the text of the first min_tokens tokens is not searched.
     let search = num_output_tokens > stop.min_tokens && stop_token.is_none();
-    let stop_string = sequence.text.push(bytes, search, &mut outputs.text);
+    let (text, out) = (&mut sequence.text, &mut outputs.text);
+    let stop_string = match shown_text {
+        Ok(whole) => text.push_str(whole, search, out),
+        Err(bytes) => text.push(bytes, search, out),
+    };
     if let Some(found) = stop_string {
         return Some(Finish::StopString(found.string_index));
     }

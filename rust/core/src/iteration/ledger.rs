@@ -263,7 +263,10 @@ impl Ledger {
             .metrics
             .ended(finish, &stats, n);
         self.queue.release_flow(leaf);
-        self.outputs.events.push(Event::Ended { request, stats });
+        self.outputs.events.push(Event::Ended {
+            request,
+            stats: Box::new(stats),
+        });
     }
 
     /// Drops a sequence that has ended and left running set and queue.

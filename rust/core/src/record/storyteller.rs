@@ -405,7 +405,7 @@ impl Storyteller {
                 // Its beginning may lie before what is heard.
                 story.arrival_us.get_or_insert(stats.arrival.0);
                 story.prompt_tokens = stats.num_prompt_tokens;
-                story.stats = Some(*stats);
+                story.stats = Some(**stats);
             }
             _ => {}
         }

@@ -192,7 +192,7 @@ impl Measures {
                 }
                 Event::Ended { request, stats } => {
                     if let Some(at) = self.by_id.remove(request) {
-                        self.requests[at].stats = Some(*stats);
+                        self.requests[at].stats = Some(**stats);
                     }
                 }
                 _ => {}

@@ -16,6 +16,11 @@ pub(super) struct Utf8Tail {
 }
 
 impl Utf8Tail {
+    /// Whether nothing is kept.
+    pub(super) fn is_empty(self) -> bool {
+        self.len == 0
+    }
+
     /// Gives `sink` the text that `bytes` complete, in order, until `sink` breaks.
     ///
     /// What follows a break is dropped.
