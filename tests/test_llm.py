@@ -96,11 +96,14 @@ class Fed(ScriptedExecutor):
     num_prompts: int
     room: int
     """In the queue."""
+    patience: float = 30.0
+    """Seconds to wait, once."""
 
     def execute(self, plan):
-        deadline = time.monotonic() + 30
+        begin = time.monotonic()
         while not self.is_fed():
-            if time.monotonic() > deadline:
+            if time.monotonic() - begin > self.patience:
+                self.patience = 0.0
                 raise TimeoutError("the queue is not filled")
             time.sleep(0.0005)
         return super().execute(plan)
@@ -124,16 +127,17 @@ def test_many_more_prompts_than_the_queue_has_room():
         assert metrics["submitted"] - metrics["rejected"] == metrics["finished"] == 200
         # Feeding one in, one out would not keep four rows busy.
         steady = [step for step in executor.steps if step.num_prefills + step.num_decodes == 4]
-        assert len(steady) > 150
+        assert len(steady) > 240
 
 
 def test_the_queue_is_filled_as_fast_as_it_empties():
     executor = Fed()
     with make(executor, max_queued_requests=8, max_num_seqs=8) as llm:
         executor.llm, executor.num_prompts, executor.room = llm, 400, 8
-        generate(llm, ["one token"] * 400, tokens(1))
+        results = generate(llm, ["one token"] * 400, tokens(1))
+    assert all(result.error is None for result in results)
     # At best 50 steps of eight; one by one it would be nearly 400.
-    assert len(executor.steps) < 150
+    assert len(executor.steps) <= 52
 
 
 def test_one_prompt_of_room(executor):
