@@ -1,8 +1,8 @@
 """A device that is the CPU: the CUDA executor on it runs every kernel on the emulator.
 
 Its graphs are as strict as real ones: what was captured is replayed operator by operator with the
-very tensors of the capture, so a number that the host computed anew, or a tensor at another address,
-changes nothing. Copies that need not be waited for may be put off until somebody waits.
+very tensors of the capture, so a number that the host computed anew, or a tensor at another
+address, changes nothing.
 """
 
 from __future__ import annotations

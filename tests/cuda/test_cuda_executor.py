@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -204,6 +205,34 @@ def test_the_engine_runs_out_of_memory_and_preempts(tiny):
     assert tokens[0] == tokens[1]
 
 
+def test_an_engine_on_cuda_is_made_of_its_options(tiny, monkeypatch, caplog):
+    device = CpuDevice(total=64 << 20, used=8 << 20, peak=4 << 20)
+    monkeypatch.setattr("chairlift.gpu.device.CudaDevice", lambda: device)
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    options = {"tokenizer": ByteTokenizer(), "dtype": "float32", "max_num_seqs": 4}
+    with LLM(str(tiny), **options, num_kv_blocks=40, block_size=BLOCK) as llm:
+        (wanted,) = llm.generate("hello", params, use_tqdm=False)
+    with (
+        caplog.at_level("INFO", "chairlift"),
+        LLM(
+            str(tiny),
+            **options,
+            device="cuda",
+            max_num_batched_tokens=32,
+            gpu_memory_utilization=0.25,
+            enforce_eager=True,
+            block_size=BLOCK,
+        ) as llm,
+    ):
+        (found,) = llm.generate("hello", params, use_tqdm=False)
+        limits = llm.limits
+    assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
+    assert device.profiled == 1
+    assert not device.graphs
+    assert 0.9 * (4 << 20) < limits["num_kv_blocks"] * 2 * 2 * 64 * 4 * BLOCK <= 4 << 20
+    assert "in float32 on the emulator" in caplog.text
+
+
 def test_plan_memory_is_pinned_once(tiny):
     device = CpuDevice()
     executor = on_cuda(tiny, device)
@@ -222,7 +251,7 @@ def test_plan_memory_is_pinned_once(tiny):
     assert device.pinned == first
     assert all(address % 4096 == 0 and size % 4096 == 0 for address, size in first)
     ends = sorted((address, address + size) for address, size in first)
-    assert all(before[1] <= after[0] for before, after in zip(ends, ends[1:], strict=False))
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(ends))
 
 
 def test_plans_made_by_hand_are_not_pinned(tiny, prompts):
