@@ -19,7 +19,9 @@ use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
 use crate::iteration::preempt::{Lack, choose_victim, choose_victims_for, preempt};
 use crate::iteration::sequence::Sequence;
-use crate::iteration::write::{write_resets, write_scores, write_sequence};
+use crate::iteration::write::{
+    write_chunk, write_decodes, write_resets, write_samples, write_scores, write_table,
+};
 use crate::request::{Request, SequenceKey, Time};
 use crate::waiting::forecast::Blocked;
 use crate::waiting::queue::Next;
@@ -521,14 +523,20 @@ impl Scheduler<'_> {
 
     fn write_plan(&mut self) {
         let step = &mut self.lane.step;
-        self.plan.num_decodes = step.decodes.len();
-        for key in step.decodes.iter().chain(&step.chunks) {
-            let sequence = &self.ledger.sequences[key.0];
-            write_sequence(self.plan, sequence, self.limits);
+        let sequences = &self.ledger.sequences;
+        let decodes = step.decodes.iter().map(|key| &sequences[key.0]);
+        write_decodes(self.plan, decodes, self.limits);
+        for key in &step.chunks {
+            write_chunk(self.plan, &sequences[key.0], self.limits);
+        }
+        for (at, key) in step.decodes.iter().chain(&step.chunks).enumerate() {
+            let sequence = &sequences[key.0];
+            write_samples(self.plan, at, sequence);
+            write_table(self.plan, sequence);
             let scores = sequence.scores();
             if !scores.is_empty() {
                 let request = &self.ledger.requests[sequence.request.0].request;
-                write_scores(self.plan, sequence, scores, &request.sampling);
+                write_scores(self.plan, at, sequence, scores, &request.sampling);
             }
         }
         step.shape = self.plan.shape();
