@@ -157,8 +157,10 @@ impl Scheduler<'_> {
     /// Gives a sequence its token if it decodes.
     fn grant_decode(&mut self, key: SequenceKey) {
         let sequence = &mut self.ledger.sequences[key.0];
-        let class = self.ledger.rules.class(sequence.payer.class);
-        self.lane.governor.see(sequence, class.tpot_target_us);
+        if self.lane.governor.is_governing() {
+            let class = self.ledger.rules.class(sequence.payer.class);
+            self.lane.governor.see(sequence, class.tpot_target_us);
+        }
         if sequence.num_remaining_tokens() == 1 {
             sequence.num_scheduled_tokens = 1;
             self.budget -= 1;
