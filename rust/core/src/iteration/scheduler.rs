@@ -527,14 +527,18 @@ impl Scheduler<'_> {
         let step = &mut self.lane.step;
         let sequences = &self.ledger.sequences;
         let decodes = step.decodes.iter().map(|key| &sequences[key.0]);
-        write_decodes(self.plan, decodes, self.limits);
+        let are_plain = write_decodes(self.plan, decodes, self.limits);
         for key in &step.chunks {
             write_chunk(self.plan, &sequences[key.0], self.limits);
         }
-        for (at, key) in step.decodes.iter().chain(&step.chunks).enumerate() {
+        let all = || step.decodes.iter().chain(&step.chunks);
+        for key in all() {
+            write_table(self.plan, &sequences[key.0]);
+        }
+        let num_sampled = if are_plain { step.decodes.len() } else { 0 };
+        for (at, key) in all().enumerate().skip(num_sampled) {
             let sequence = &sequences[key.0];
             write_samples(self.plan, at, sequence);
-            write_table(self.plan, sequence);
             let scores = sequence.scores();
             if !scores.is_empty() {
                 let request = &self.ledger.requests[sequence.request.0].request;

@@ -77,13 +77,13 @@ pub(crate) fn write_resets(plan: &mut StepPlan, request: &Request, sequence: &Se
     }
 }
 
-/// Writes the tokens of the decodes, which come first. They have one each, so an array is filled for all
-/// of them at once.
+/// Writes the decodes, which come first. They have one token each, so an array is filled for all of them
+/// at once: also with what is sampled, if each leads to one sample and scores nothing. Says whether so.
 pub(crate) fn write_decodes<'a>(
     plan: &mut StepPlan,
     decodes: impl ExactSizeIterator<Item = &'a Sequence>,
     limits: &Limits,
-) {
+) -> bool {
     let count = decodes.len();
     let block_size = limits.block_size();
     plan.num_decodes = count;
@@ -91,19 +91,31 @@ pub(crate) fn write_decodes<'a>(
     plan.seq_lens.resize(count, 0);
     plan.token_ids.resize(count, 0);
     plan.slot_mapping.resize(count, 0);
+    plan.sample_output_indices.resize(count, 0);
     let places = plan.rows.iter_mut().zip(&mut plan.seq_lens);
     let places = places.zip(plan.token_ids.iter_mut().zip(&mut plan.slot_mapping));
-    for (sequence, ((row, seq_len), (token, slot))) in decodes.zip(places) {
+    let places = places.zip(&mut plan.sample_output_indices);
+    let mut are_plain = true;
+    for (sequence, (((row, seq_len), (token, slot)), output_index)) in decodes.zip(places) {
         debug_assert_eq!(sequence.num_scheduled_tokens, 1);
         let position = sequence.num_computed_tokens;
         *row = row_of(sequence);
         *seq_len = position as i32 + 1;
         *token = sequence.token(position) as i32;
         *slot = slot_of(sequence, position, block_size);
+        *output_index = sequence.num_output_tokens() as i32;
+        are_plain &= sequence.num_samples() == 1 && sequence.scores().is_empty();
     }
     let last = plan.seq_lens.iter().map(|&seq_len| seq_len - 1);
     plan.positions.extend(last);
     plan.query_start_loc.extend(1..=count as i32);
+    if are_plain {
+        plan.logits_indices.extend(0..count as i32);
+        plan.sample_rows.extend_from_slice(&plan.rows);
+    } else {
+        plan.sample_output_indices.clear();
+    }
+    are_plain
 }
 
 /// Writes the tokens of a prefill chunk.
