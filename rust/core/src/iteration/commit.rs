@@ -292,7 +292,8 @@ impl Commit<'_> {
             &[]
         };
         let mut finish = None;
-        for &token in &self.results.token_ids[self.results.tokens(sample)] {
+        let sampled = &self.results.token_ids[self.results.tokens(sample)];
+        for &token in sampled {
             finish = append_token(sequence, stop_tokens, token, self.vocabulary, outputs);
             if finish.is_some() {
                 break;
@@ -301,10 +302,10 @@ impl Commit<'_> {
         let num_tokens = outputs.token_ids.len() - tokens;
         let stays = leaves_together(self.ledger.rules.policy().join);
         let logprobs = outputs.logprobs.len();
-        let told = &self.results.logprobs[self.results.logprobs_of(sample)];
-        if !told.is_empty() {
+        if !self.results.logprobs.is_empty() {
+            let told = &self.results.logprobs[self.results.logprobs_of(sample)];
             // What came after the token that ended it is dropped with its log-probabilities.
-            let per_token = told.len() / self.results.tokens(sample).len();
+            let per_token = told.len() / sampled.len();
             outputs
                 .logprobs
                 .extend_from_slice(&told[..num_tokens * per_token]);

@@ -93,14 +93,16 @@ impl Governor {
         self.settled.resize(num_levels, Settled::NOBODY);
     }
 
+    /// Whether this iteration is governed.
+    pub(crate) fn is_governing(&self) -> bool {
+        self.costs.is_some()
+    }
+
     /// Sees a running sequence, whose class has this target per output token.
-    #[inline]
     pub(crate) fn see(&mut self, sequence: &Sequence, tpot_target_us: Option<u64>) {
-        if self.costs.is_some() {
-            self.settle(sequence, tpot_target_us);
-            if sequence.num_remaining_tokens() == 1 {
-                self.see_decode(sequence, tpot_target_us);
-            }
+        self.settle(sequence, tpot_target_us);
+        if sequence.num_remaining_tokens() == 1 {
+            self.see_decode(sequence, tpot_target_us);
         }
     }
 

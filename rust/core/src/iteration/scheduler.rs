@@ -19,7 +19,9 @@ use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
 use crate::iteration::preempt::{Lack, choose_victim, choose_victims_for, preempt};
 use crate::iteration::sequence::Sequence;
-use crate::iteration::write::{write_resets, write_scores, write_sequence};
+use crate::iteration::write::{
+    write_chunk, write_decodes, write_resets, write_samples, write_scores, write_table,
+};
 use crate::request::{Request, SequenceKey, Time};
 use crate::waiting::forecast::Blocked;
 use crate::waiting::queue::Next;
@@ -155,8 +157,10 @@ impl Scheduler<'_> {
     /// Gives a sequence its token if it decodes.
     fn grant_decode(&mut self, key: SequenceKey) {
         let sequence = &mut self.ledger.sequences[key.0];
-        let class = self.ledger.rules.class(sequence.payer.class);
-        self.lane.governor.see(sequence, class.tpot_target_us);
+        if self.lane.governor.is_governing() {
+            let class = self.ledger.rules.class(sequence.payer.class);
+            self.lane.governor.see(sequence, class.tpot_target_us);
+        }
         if sequence.num_remaining_tokens() == 1 {
             sequence.num_scheduled_tokens = 1;
             self.budget -= 1;
@@ -521,14 +525,24 @@ impl Scheduler<'_> {
 
     fn write_plan(&mut self) {
         let step = &mut self.lane.step;
-        self.plan.num_decodes = step.decodes.len();
-        for key in step.decodes.iter().chain(&step.chunks) {
-            let sequence = &self.ledger.sequences[key.0];
-            write_sequence(self.plan, sequence, self.limits);
+        let sequences = &self.ledger.sequences;
+        let decodes = step.decodes.iter().map(|key| &sequences[key.0]);
+        let are_plain = write_decodes(self.plan, decodes, self.limits);
+        for key in &step.chunks {
+            write_chunk(self.plan, &sequences[key.0], self.limits);
+        }
+        let all = || step.decodes.iter().chain(&step.chunks);
+        for key in all() {
+            write_table(self.plan, &sequences[key.0]);
+        }
+        let num_sampled = if are_plain { step.decodes.len() } else { 0 };
+        for (at, key) in all().enumerate().skip(num_sampled) {
+            let sequence = &sequences[key.0];
+            write_samples(self.plan, at, sequence);
             let scores = sequence.scores();
             if !scores.is_empty() {
                 let request = &self.ledger.requests[sequence.request.0].request;
-                write_scores(self.plan, sequence, scores, &request.sampling);
+                write_scores(self.plan, at, sequence, scores, &request.sampling);
             }
         }
         step.shape = self.plan.shape();

@@ -63,22 +63,25 @@ impl Ending {
     }
 }
 
-/// Laid out so that a step of a decode touches its first four cache lines and no other, and does not
-/// write the fourth.
+/// Laid out so that a step of a decode touches its first four cache lines and no other, and planning it
+/// the first three. That holds for looking it up, too: what tells a vacant place of the slab is the widest
+/// niche closest to an edge, which is the first field's.
 #[repr(C, align(64))]
 pub(crate) struct Sequence {
+    /// The step from which on it was the head that did not fit, since it last ran.
+    pub(crate) blocked_since: Option<u64>,
     /// Prompt, then output.
     pub(crate) tokens: Vec<u32>,
-    pub(crate) table: BlockTable,
     /// Tokens whose K and V are in the table's blocks.
     pub(crate) num_computed_tokens: u32,
     /// Tokens that the step being planned, or in flight, computes.
     pub(crate) num_scheduled_tokens: u32,
-
     pub(crate) request: RequestKey,
-    pub(crate) row: Option<Row>,
     /// How it is done while it stays until all of its batch are.
     pub(crate) finished: Option<Finish>,
+
+    pub(crate) table: BlockTable,
+    pub(crate) row: Option<Row>,
     pub(crate) num_prompt_tokens: u32,
     /// Prompt tokens whose successor's log-probability is asked for, from the start: all but the last,
     /// or none.
@@ -87,6 +90,7 @@ pub(crate) struct Sequence {
     pub(crate) num_scored_tokens: u32,
     /// Full blocks, from the start, that the prefix cache was told of.
     pub(crate) num_published_blocks: u32,
+
     /// Tokens, from the start, whose computation its flow was charged for.
     pub(crate) num_charged_tokens: u32,
     /// The flow that pays for it.
@@ -97,25 +101,25 @@ pub(crate) struct Sequence {
     pub(crate) ended: bool,
     /// Has siblings, so its last block may be theirs too.
     pub(crate) may_share_last_block: bool,
-
     pub(crate) text: TextState,
     pub(crate) ending: Ending,
     /// The last of `tokens`.
     pub(crate) last_token: u32,
     /// The request's name.
     pub(crate) id: RequestId,
+
     /// When its last output was committed, once it has any.
     pub(crate) last_output: Time,
     /// Whose it is.
     pub(crate) payer: Payer,
     /// When its first output was committed, once it has any.
     pub(crate) first_output: Time,
-
     pub(crate) arrival: Arrival,
     /// Charged ahead for output that has not come.
     pub(crate) prepaid_output: Units,
     /// Charged ahead for prompt tokens that have not run.
     pub(crate) prepaid: Units,
+
     /// Rows of the siblings that fork off at the first output.
     pub(crate) sibling_rows: Vec<Row>,
     /// Where the hash chain starts: the request's extras.
@@ -136,8 +140,6 @@ pub(crate) struct Sequence {
     pub(crate) life: Option<Life>,
     /// Runs ahead of a head that did not fit when it joined, on the promise to be out of its way in time.
     pub(crate) is_guest: bool,
-    /// The step from which on it was the head that did not fit, since it last ran.
-    pub(crate) blocked_since: Option<u64>,
 }
 
 /// What a sequence begins with.

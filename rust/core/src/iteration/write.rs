@@ -77,28 +77,77 @@ pub(crate) fn write_resets(plan: &mut StepPlan, request: &Request, sequence: &Se
     }
 }
 
-pub(crate) fn write_sequence(plan: &mut StepPlan, sequence: &Sequence, limits: &Limits) {
-    let row = sequence.row.as_ref().map_or(-1, Row::as_i32);
-    debug_assert!(row >= 0, "a scheduled sequence has a row");
+/// Writes the decodes, which come first. They have one token each, so an array is filled for all of them
+/// at once: also with what is sampled, if each leads to one sample and scores nothing. Says whether so.
+pub(crate) fn write_decodes<'a>(
+    plan: &mut StepPlan,
+    decodes: impl ExactSizeIterator<Item = &'a Sequence>,
+    limits: &Limits,
+) -> bool {
+    let count = decodes.len();
+    let block_size = limits.block_size();
+    plan.num_decodes = count;
+    plan.rows.resize(count, 0);
+    plan.seq_lens.resize(count, 0);
+    plan.token_ids.resize(count, 0);
+    plan.slot_mapping.resize(count, 0);
+    plan.sample_output_indices.resize(count, 0);
+    let places = plan.rows.iter_mut().zip(&mut plan.seq_lens);
+    let places = places.zip(plan.token_ids.iter_mut().zip(&mut plan.slot_mapping));
+    let places = places.zip(&mut plan.sample_output_indices);
+    let mut are_plain = true;
+    for (sequence, (((row, seq_len), (token, slot)), output_index)) in decodes.zip(places) {
+        debug_assert_eq!(sequence.num_scheduled_tokens, 1);
+        let position = sequence.num_computed_tokens;
+        *row = row_of(sequence);
+        *seq_len = position as i32 + 1;
+        *token = sequence.token(position) as i32;
+        *slot = slot_of(sequence, position, block_size);
+        *output_index = sequence.num_output_tokens() as i32;
+        are_plain &= sequence.num_samples() == 1 && sequence.scores().is_empty();
+    }
+    let last = plan.seq_lens.iter().map(|&seq_len| seq_len - 1);
+    plan.positions.extend(last);
+    plan.query_start_loc.extend(1..=count as i32);
+    if are_plain {
+        plan.logits_indices.extend(0..count as i32);
+        plan.sample_rows.extend_from_slice(&plan.rows);
+    } else {
+        plan.sample_output_indices.clear();
+    }
+    are_plain
+}
+
+/// Writes the tokens of a prefill chunk.
+pub(crate) fn write_chunk(plan: &mut StepPlan, sequence: &Sequence, limits: &Limits) {
     let begin = sequence.num_computed_tokens;
     let end = begin + sequence.num_scheduled_tokens;
-    let blocks = sequence.table.blocks();
-    let block_size = limits.block_size();
-    plan.rows.push(row);
+    plan.rows.push(row_of(sequence));
     plan.seq_lens.push(end as i32);
     for position in begin..end {
-        let block = blocks[(position / block_size) as usize].as_i32();
-        let slot = i64::from(block) * i64::from(block_size) + i64::from(position % block_size);
         plan.token_ids.push(sequence.token(position) as i32);
         plan.positions.push(position as i32);
+        let slot = slot_of(sequence, position, limits.block_size());
         plan.slot_mapping.push(slot);
     }
     plan.query_start_loc.push(plan.token_ids.len() as i32);
-    plan.block_ids
-        .extend(blocks.iter().map(|block| block.as_i32()));
-    plan.block_table_offsets.push(plan.block_ids.len() as i32);
+}
+
+fn row_of(sequence: &Sequence) -> i32 {
+    let row = sequence.row.as_ref().map_or(-1, Row::as_i32);
+    debug_assert!(row >= 0, "a scheduled sequence has a row");
+    row
+}
+
+fn slot_of(sequence: &Sequence, position: u32, block_size: u32) -> i64 {
+    let block = sequence.table.blocks()[(position / block_size) as usize];
+    i64::from(block.as_i32()) * i64::from(block_size) + i64::from(position % block_size)
+}
+
+/// Asks for the samples of the sequence at `at`, if its scheduled tokens lead to any.
+pub(crate) fn write_samples(plan: &mut StepPlan, at: usize, sequence: &Sequence) {
     if sequence.completes() {
-        let last = plan.token_ids.len() as i32 - 1;
+        let last = plan.query_start_loc[at + 1] - 1;
         let output_index = sequence.num_output_tokens() as i32;
         for row in sequence.row.iter().chain(&sequence.sibling_rows) {
             plan.logits_indices.push(last);
@@ -108,15 +157,22 @@ pub(crate) fn write_sequence(plan: &mut StepPlan, sequence: &Sequence, limits: &
     }
 }
 
-/// Asks for the log-probabilities of the prompt tokens after those at `positions`, which were just
-/// written.
+/// Writes the sequence's block table.
+pub(crate) fn write_table(plan: &mut StepPlan, sequence: &Sequence) {
+    let blocks = sequence.table.blocks().iter();
+    plan.block_ids.extend(blocks.map(|block| block.as_i32()));
+    plan.block_table_offsets.push(plan.block_ids.len() as i32);
+}
+
+/// Asks for the log-probabilities of the prompt tokens after those at `positions` of the sequence at `at`.
 pub(crate) fn write_scores(
     plan: &mut StepPlan,
+    at: usize,
     sequence: &Sequence,
     positions: Range<u32>,
     sampling: &SamplingParams,
 ) {
-    let first = plan.token_ids.len() as u32 - sequence.num_scheduled_tokens;
+    let first = plan.query_start_loc[at] as u32;
     let num_best = sampling.prompt_logprobs.unwrap_or(0) as i32;
     for position in positions {
         let index = first + position - sequence.num_computed_tokens;

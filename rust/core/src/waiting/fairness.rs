@@ -312,8 +312,11 @@ impl Flows {
     /// Charges units of service to a leaf and to everything above it.
     pub fn charge(&mut self, leaf: FlowKey, units: Units) {
         let mut at = leaf;
-        while let Some(parent) = self.account(at).parent {
+        loop {
             let account = self.account_mut(at);
+            let Some(parent) = account.parent else {
+                return;
+            };
             account.served += units;
             account.service += account.steps(units);
             if account.service > self.rebase_above {
