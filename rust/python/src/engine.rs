@@ -166,6 +166,7 @@ impl EngineCore {
             steps,
             commands: commands.clone(),
             num_sets,
+            max_in_flight_steps: limits.max_in_flight_steps() as usize,
             vocab_size: limits.vocab_size(),
         };
         let scheduler = py.detach(|| start_scheduler(settings.clone(), vocabulary, about, end))?;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::config::Limits;
-use crate::iteration::plan::StepPlan;
+use crate::iteration::plan::{SOURCE_ID, SOURCE_LAST_SAMPLED, StepPlan};
 use crate::iteration::rows::Row;
 use crate::iteration::sequence::Sequence;
 use crate::request::{Request, SamplingParams};
@@ -80,8 +80,9 @@ pub(crate) fn write_resets(plan: &mut StepPlan, request: &Request, sequence: &Se
 pub(crate) fn write_sequence(plan: &mut StepPlan, sequence: &Sequence, limits: &Limits) {
     let row = sequence.row.as_ref().map_or(-1, Row::as_i32);
     debug_assert!(row >= 0, "a scheduled sequence has a row");
-    let begin = sequence.num_computed_tokens;
+    let begin = sequence.num_planned_tokens();
     let end = begin + sequence.num_scheduled_tokens;
+    let num_known = sequence.num_tokens();
     let blocks = sequence.table.blocks();
     let block_size = limits.block_size();
     plan.rows.push(row);
@@ -89,7 +90,14 @@ pub(crate) fn write_sequence(plan: &mut StepPlan, sequence: &Sequence, limits: &
     for position in begin..end {
         let block = blocks[(position / block_size) as usize].as_i32();
         let slot = i64::from(block) * i64::from(block_size) + i64::from(position % block_size);
-        plan.token_ids.push(sequence.token(position) as i32);
+        if position < num_known {
+            plan.token_ids.push(sequence.token(position) as i32);
+        } else {
+            // Sampled by a step in flight: the executor has it.
+            plan.token_sources.resize(plan.token_ids.len(), SOURCE_ID);
+            plan.token_sources.push(SOURCE_LAST_SAMPLED);
+            plan.token_ids.push(0);
+        }
         plan.positions.push(position as i32);
         plan.slot_mapping.push(slot);
     }
@@ -99,7 +107,7 @@ pub(crate) fn write_sequence(plan: &mut StepPlan, sequence: &Sequence, limits: &
     plan.block_table_offsets.push(plan.block_ids.len() as i32);
     if sequence.completes() {
         let last = plan.token_ids.len() as i32 - 1;
-        let output_index = sequence.num_output_tokens() as i32;
+        let output_index = (sequence.num_expected_tokens() - sequence.num_prompt_tokens) as i32;
         for row in sequence.row.iter().chain(&sequence.sibling_rows) {
             plan.logits_indices.push(last);
             plan.sample_rows.push(row.as_i32());
@@ -119,7 +127,7 @@ pub(crate) fn write_scores(
     let first = plan.token_ids.len() as u32 - sequence.num_scheduled_tokens;
     let num_best = sampling.prompt_logprobs.unwrap_or(0) as i32;
     for position in positions {
-        let index = first + position - sequence.num_computed_tokens;
+        let index = first + position - sequence.num_planned_tokens();
         let next = sequence.tokens[position as usize + 1];
         plan.score_indices.push(index as i32);
         plan.score_token_ids.push(next as i32);

@@ -252,11 +252,11 @@ fn a_pool_too_small_for_max_model_len_lowers_it() {
 }
 
 #[test]
-fn one_step_is_in_flight_at_a_time() {
+fn two_steps_are_in_flight_at_most() {
     assert_eq!(settings().validate().unwrap().max_in_flight_steps(), 1);
     for (max_in_flight_steps, message) in [
         (0, "max_in_flight_steps is 0; it must be at least 1"),
-        (2, "max_in_flight_steps is 2; it must be at most 1"),
+        (3, "max_in_flight_steps is 3; it must be at most 2"),
     ] {
         let error = Settings {
             max_in_flight_steps,
@@ -431,7 +431,7 @@ fn a_failed_row_ends_its_own_request_and_a_failed_step_all_of_its() {
         "its neighbours go on"
     );
     assert!(harness.schedule());
-    harness.engine.fail_step(harness.now, harness.plan.step);
+    harness.fail_step();
     harness.receive();
     for id in [1, 3, 4] {
         assert_eq!(
@@ -454,7 +454,7 @@ fn a_dead_engine_ends_everything() {
         harness.submit(plain(id, 6, 20));
     }
     assert!(harness.schedule());
-    harness.engine.fail_all(harness.now);
+    harness.fail_all();
     harness.receive();
     for client in harness.clients.values() {
         assert_eq!(client.answers[0].finish, Some(Finish::EngineDead));
