@@ -77,6 +77,7 @@ impl Scheduler<'_> {
             if !self.lane.is_ahead() {
                 self.ledger.since_schedule.stop();
             }
+            debug_assert!(self.lane.step.copies.is_empty(), "a copy is lost");
             return false;
         }
         self.write_plan();
@@ -203,7 +204,7 @@ impl Scheduler<'_> {
     }
 
     /// Schedules prefill chunks of running sequences of level number `lowest` and above, the highest
-    /// level first.
+    /// level first, but for those that were left out for want of memory.
     pub(crate) fn schedule_chunks(&mut self, lowest: usize) {
         for level in 0..=lowest {
             if self.lane.step.num_sequences() == self.lane.running.len() || self.budget == 0 {
@@ -214,6 +215,7 @@ impl Scheduler<'_> {
     }
 
     fn schedule_chunks_of(&mut self, level: usize) {
+        let block_size = self.limits.block_size();
         for &key in &self.lane.running {
             if self.budget == 0 {
                 return;
@@ -223,6 +225,7 @@ impl Scheduler<'_> {
                 || sequence.num_scheduled_tokens > 0
                 || sequence.finished.is_some()
                 || !sequence.may_be_planned()
+                || (self.lane.must_land && !sequence.is_writable(block_size))
             {
                 continue;
             }

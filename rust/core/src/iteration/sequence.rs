@@ -333,6 +333,12 @@ impl Sequence {
         !self.may_share_last_block && self.num_missing_tokens(block_size) == 0
     }
 
+    /// The same, told by a look at the blocks where that must be.
+    pub(crate) fn is_writable(&self, block_size: u32) -> bool {
+        let first = self.num_planned_tokens() / block_size;
+        self.num_missing_tokens(block_size) == 0 && !self.table.is_shared(first as usize)
+    }
+
     fn num_missing_tokens(&self, block_size: u32) -> u32 {
         let num_blocks = self.table.blocks().len() as u32;
         let num_tokens = self.num_expected_tokens();

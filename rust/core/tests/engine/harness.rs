@@ -92,11 +92,7 @@ pub fn request(id: u64, prompt: Vec<u32>, max_tokens: u32) -> NewRequest {
     NewRequest {
         id: RequestId(id),
         prompt,
-        // Tells the harness whose a row is.
-        sampling: SamplingParams {
-            seed: id,
-            ..SamplingParams::default()
-        },
+        sampling: SamplingParams::default(),
         stop: StopParams {
             max_tokens: Some(max_tokens),
             skip_special_tokens: true,
@@ -198,6 +194,10 @@ struct ExecutorRow {
 
 impl Harness {
     pub fn new(settings: Settings) -> Self {
+        let mut settings = settings;
+        if std::env::var("EXPLORE_AHEAD").is_ok() {
+            settings.max_in_flight_steps = 2;
+        }
         let engine = RecordedEngine::new(&settings, vocabulary(settings.vocab_size));
         Self::with_engine(settings, engine.expect("settings"))
     }
@@ -209,7 +209,8 @@ impl Harness {
         Self::with_engine(settings, engine.expect("settings"))
     }
 
-    fn with_engine(settings: Settings, engine: RecordedEngine) -> Self {
+    fn with_engine(mut settings: Settings, engine: RecordedEngine) -> Self {
+        settings.max_in_flight_steps = engine.limits().max_in_flight_steps();
         let slots = settings.num_kv_blocks * settings.block_size;
         Self {
             plan: StepPlan::new(engine.limits()),
@@ -249,7 +250,9 @@ impl Harness {
     }
 
     /// Submits on a place that was reserved, if the gate lets it in.
-    pub fn try_submit_reserved(&mut self, request: NewRequest) -> Result<(), SubmitError> {
+    pub fn try_submit_reserved(&mut self, mut request: NewRequest) -> Result<(), SubmitError> {
+        // The seed tells whose a row is.
+        request.sampling.seed = request.id.0;
         self.engine.submit(self.now, request.clone())?;
         let answers = vec![Answer::default(); request.sampling.n as usize];
         let client = Client {
@@ -339,7 +342,7 @@ impl Harness {
             .filter(|&row| is_broken(row))
             .collect();
         for (&logit, &row) in plan.logits_indices.iter().zip(&plan.sample_rows) {
-            if broken.contains(&row) {
+            if broken.contains(&plan.rows[sequence_of(plan, logit)]) {
                 results.push_sample(&[0], &[]);
                 continue;
             }
