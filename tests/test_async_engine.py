@@ -21,6 +21,8 @@ from chairlift import (
 from chairlift.errors import ConfigError
 from chairlift.testing import ScriptedExecutor
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 
 def test_one_stream(run):
     async def main():

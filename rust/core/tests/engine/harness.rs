@@ -169,6 +169,8 @@ pub struct Harness {
     pub plan: StepPlan,
     /// Plans that were launched and have not landed, the oldest first.
     pub in_flight: VecDeque<StepPlan>,
+    /// The plan that landed last.
+    pub landed: StepPlan,
     pub clients: BTreeMap<RequestId, Client>,
     pub now: Time,
     /// Rows that fail in the next step.
@@ -194,27 +196,25 @@ struct ExecutorRow {
 
 impl Harness {
     pub fn new(settings: Settings) -> Self {
-        let mut settings = settings;
-        if std::env::var("EXPLORE_AHEAD").is_ok() {
-            settings.max_in_flight_steps = 2;
-        }
+        let settings = in_flight(settings);
         let engine = RecordedEngine::new(&settings, vocabulary(settings.vocab_size));
         Self::with_engine(settings, engine.expect("settings"))
     }
 
     /// The same, with a flight recorder.
     pub fn recorded(settings: Settings) -> Self {
+        let settings = in_flight(settings);
         let vocabulary = vocabulary(settings.vocab_size);
         let engine = RecordedEngine::recorded(&settings, vocabulary, "a test");
         Self::with_engine(settings, engine.expect("settings"))
     }
 
-    fn with_engine(mut settings: Settings, engine: RecordedEngine) -> Self {
-        settings.max_in_flight_steps = engine.limits().max_in_flight_steps();
+    fn with_engine(settings: Settings, engine: RecordedEngine) -> Self {
         let slots = settings.num_kv_blocks * settings.block_size;
         Self {
             plan: StepPlan::new(engine.limits()),
             in_flight: VecDeque::new(),
+            landed: StepPlan::default(),
             rows: vec![ExecutorRow::default(); settings.max_num_seqs as usize],
             planned: vec![0; settings.max_num_seqs as usize],
             slots: vec![None; slots as usize],
@@ -274,7 +274,11 @@ impl Harness {
     pub fn schedule(&mut self) -> bool {
         self.now.0 += 10;
         let before = plan_pointers(&self.plan);
+        let preemptions = self.engine.metrics().preemptions;
         let scheduled = self.engine.schedule(self.now, &mut self.plan);
+        let preempted = self.engine.metrics().preemptions > preemptions;
+        let is_ahead = !self.in_flight.is_empty();
+        assert!(!(is_ahead && preempted), "what a victim has is in use");
         assert_eq!(before, plan_pointers(&self.plan), "plan memory moved");
         if scheduled {
             self.check_plan();
@@ -414,7 +418,7 @@ impl Harness {
         self.engine
             .commit(self.now, step, &results)
             .expect("results that fit");
-        self.in_flight.pop_front();
+        self.landed = self.in_flight.pop_front().unwrap_or_default();
         self.receive();
     }
 
@@ -627,6 +631,21 @@ impl Harness {
             assert_eq!(last + 1, plan.seq_lens[position]);
         }
     }
+}
+
+/// The settings with as many steps in flight as these tests are about.
+fn in_flight(settings: Settings) -> Settings {
+    Settings {
+        max_in_flight_steps: super::STEPS_IN_FLIGHT,
+        ..settings
+    }
+}
+
+/// Whether a step is planned before the results of the one before are known. Then an engine does not
+/// promise all that it does otherwise: that every running decode gets its token in every iteration, that
+/// memory and rows are used again in the next one, and that who must be preempted is at once.
+pub fn runs_ahead() -> bool {
+    super::STEPS_IN_FLIGHT > 1
 }
 
 impl Harness {

