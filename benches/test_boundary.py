@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,19 +51,45 @@ class ConstantExecutor:
     def __init__(self):
         self.tokenizer = ByteTokenizer()
         self._results = {}
-        self._shape = (0, 0)
+        self._shapes = deque()
 
     def launch(self, plan: StepPlan) -> None:
-        self._shape = (len(plan.sample_rows), len(plan.rows))
+        self._shapes.append((len(plan.sample_rows), len(plan.rows)))
 
     def collect(self) -> StepResult:
-        result = self._results.get(self._shape)
+        shape = self._shapes.popleft()
+        result = self._results.get(shape)
         if result is None:
-            samples, rows = self._shape
-            result = self._results[self._shape] = StepResult(
+            samples, rows = shape
+            result = self._results[shape] = StepResult(
                 np.full(samples, 97, dtype=np.int32), np.zeros(rows, dtype=np.uint8)
             )
         return result
+
+
+class DeviceExecutor(ConstantExecutor):
+    """Answers as a device does that takes so many seconds a step and queues what is launched."""
+
+    launches_ahead = True
+
+    def __init__(self, step_time: float):
+        super().__init__()
+        self.gaps_us: list[float] = []
+        """How long the device had nothing to do before each step."""
+        self._step_time = step_time
+        self._free_at = time.perf_counter()
+        self._ends = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        super().launch(plan)
+        now = time.perf_counter()
+        self.gaps_us.append(max(now - self._free_at, 0.0) * 1e6)
+        self._free_at = max(now, self._free_at) + self._step_time
+        self._ends.append(self._free_at)
+
+    def collect(self) -> StepResult:
+        time.sleep(max(self._ends.popleft() - time.perf_counter(), 0.0))
+        return super().collect()
 
 
 @pytest.fixture
@@ -71,18 +98,31 @@ def scale(benchmark):
 
 
 @pytest.fixture
-def engine(scale):
-    engine = LocalEngine(
-        EngineArgs(
-            executor=ConstantExecutor(),
-            max_num_seqs=scale.running,
-            max_num_batched_tokens=8_192,
-            max_model_len=8_192,
-            num_kv_blocks=scale.running * 512,
+def start(scale):
+    engines = []
+
+    def go(executor, **options):
+        engine = LocalEngine(
+            EngineArgs(
+                executor=executor,
+                max_num_seqs=scale.running,
+                max_num_batched_tokens=8_192,
+                max_model_len=8_192,
+                num_kv_blocks=scale.running * 512,
+                **options,
+            )
         )
-    )
-    yield engine
-    engine.shutdown()
+        engines.append(engine)
+        return engine
+
+    yield go
+    for engine in engines:
+        engine.shutdown()
+
+
+@pytest.fixture
+def engine(start):
+    return start(ConstantExecutor())
 
 
 def submit(engine, prompt, max_tokens):
@@ -145,6 +185,27 @@ def test_iteration_with_an_object_per_delta(benchmark, engine, scale):
             assert delta.token_ids == [97]
 
     take_iterations(benchmark, engine, scale, look)
+
+
+def measure_gaps(benchmark, start, scale, steps_in_flight):
+    """Measure how long a device of 3 ms a step waits for the next one."""
+    executor = DeviceExecutor(step_time=0.003)
+    engine = start(executor, max_in_flight_steps=steps_in_flight)
+    take_iterations(benchmark, engine, scale, lambda batch: None)
+    gaps = executor.gaps_us[-scale.round * ROUNDS :]
+    if benchmark.disabled:
+        return
+    benchmark.extra_info["gap_us_median"] = round(statistics.median(gaps), 1)
+    benchmark.extra_info["gap_us_mean"] = round(statistics.mean(gaps), 1)
+    print(f"{steps_in_flight} in flight: {benchmark.extra_info}")
+
+
+def test_gap_between_steps(benchmark, start, scale):
+    measure_gaps(benchmark, start, scale, steps_in_flight=1)
+
+
+def test_gap_with_run_ahead(benchmark, start, scale):
+    measure_gaps(benchmark, start, scale, steps_in_flight=2)
 
 
 def test_submit_to_first_delta(benchmark, engine):

@@ -12,7 +12,21 @@ import uvloop
 from tokenizers import Tokenizer
 
 from chairlift.default_model import GGUF_NAME
+from chairlift.engine_args import EngineArgs
 from chairlift.hub import resolve_model
+from chairlift.testing import ScriptedExecutor
+
+
+@pytest.fixture(params=[1, 2], ids=["1-step", "2-steps"])
+def steps_in_flight(request, monkeypatch):
+    """Run the test once as usual, once with run-ahead in every engine that does not say otherwise."""
+    if request.param == 2:
+        for cls, option, value in (
+            (EngineArgs, "max_in_flight_steps", 2),
+            (ScriptedExecutor, "launches_ahead", True),
+        ):
+            monkeypatch.setitem(cls.__init__.__kwdefaults__, option, value)
+    return request.param
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,6 +15,8 @@ from chairlift import (
 )
 from chairlift.testing import ScriptedExecutor
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 # C21: failures end streams with an error.
 
 

@@ -33,6 +33,8 @@ from chairlift import (
 from chairlift.errors import ConfigError
 from chairlift.testing import ScriptedExecutor
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 
 def test_one_stream(run):
     async def main():
@@ -250,7 +252,7 @@ def test_cancelling_the_task_aborts(run):
     run(main)
 
 
-def test_cancelling_while_queued_prefilling_and_in_flight(run):
+def test_cancelling_while_queued_prefilling_and_in_flight(run, steps_in_flight):
     async def main():
         executor = ScriptedExecutor()
         async with make(executor, max_num_seqs=1, long_prefill_token_threshold=16) as engine:
@@ -266,12 +268,12 @@ def test_cancelling_while_queued_prefilling_and_in_flight(run):
             prefilling.cancel()
             await asyncio.wait([prefilling])
             await until(lambda: counters(engine)["aborted"] == 2)
-            # Its step is in flight: the memory stays until the step has come back.
+            # Its steps are in flight: the memory stays until they have come back.
             assert counters(engine)["used_blocks"] > 0
             executor.release()
             await is_idle(engine)
             prefills = [step for step in executor.steps if step.num_tokens == 16]
-            assert len(prefills) == 1
+            assert len(prefills) == steps_in_flight
 
     run(main)
 

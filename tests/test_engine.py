@@ -29,6 +29,8 @@ from chairlift.prompts import ParsedPrompt
 from chairlift.request_args import RequestArgs
 from chairlift.testing import ScriptedExecutor
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 
 @pytest.fixture
 def start():
@@ -527,8 +529,9 @@ def test_a_message_of_each_step_is_its_own(start):
             time.sleep(0.002)
     batch = engine.client.drain()
     errors = {delta.request_id: delta.error for delta in batch.deltas()}
-    for number, request_id in enumerate(ids, start=1):
-        assert errors[request_id].endswith(f"ValueError: number {number}")
+    told = [re.search(r"step (\d+): ValueError: number \1$", errors[each]) for each in ids]
+    assert all(told)
+    assert len({match[1] for match in told}) == 3
 
 
 def test_plans_are_views_that_hold_until_the_result(start):

@@ -27,6 +27,8 @@ from chairlift.hub import resolve_model
 from chairlift.testing import ByteTokenizer, ScriptedExecutor
 from chairlift.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 
 class Slow(ScriptedExecutor):
     """5 ms a step."""

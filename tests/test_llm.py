@@ -16,6 +16,8 @@ from chairlift.errors import ConfigError, TokenizerError
 from chairlift.llm import _Call
 from chairlift.testing import ScriptedExecutor
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 
 def make(executor=None, **options):
     executor = executor or ScriptedExecutor()

@@ -13,6 +13,8 @@ import pytest
 from chairlift import LLM, EngineDeadError, RequestFailedError, SamplingParams
 from chairlift.testing import ScriptedExecutor
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 
 def make(executor=None, **options):
     return LLM(executor=executor or ScriptedExecutor(num_kv_blocks=2_048), **options)

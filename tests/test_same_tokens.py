@@ -19,6 +19,8 @@ from chairlift import LLM, AsyncEngine, SamplingParams
 from chairlift.torch_executor import TorchExecutor
 from prompts import PROMPTS
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 OUTPUT_TOKENS = 64
 MARGIN = 1e-3
 MODEL = "smollm2-135m"

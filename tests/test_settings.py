@@ -42,7 +42,7 @@ NOWHERE = "/no/such/model"
         ("watermark_blocks", -1, "watermark_blocks is -1"),
         ("max_queued_requests", 0, "max_queued_requests is 0"),
         ("max_in_flight_steps", 0, "max_in_flight_steps is 0; it must be at least 1"),
-        ("max_in_flight_steps", 2, "max_in_flight_steps is 2; it must be at most 1"),
+        ("max_in_flight_steps", 3, "max_in_flight_steps is 3; it must be at most 2"),
         ("max_in_flight_steps", "1", "max_in_flight_steps is '1'; it must be an integer"),
         ("attention_backend", "magic", "attention_backend is 'magic'; known are cpu, reference"),
         ("attention_backend", None, "attention_backend is None; it must be a string"),

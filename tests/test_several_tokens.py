@@ -7,6 +7,8 @@ import pytest
 from chairlift import LLM, SamplingParams
 from chairlift.testing import ScriptedExecutor
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 PROMPTS = ["hello", "p" * 40, "stops", "n"]
 PARAMS = [
     SamplingParams(max_tokens=20, logprobs=1),
@@ -31,11 +33,12 @@ def run(tokens_per_sample, num_kv_blocks=512):
 
 
 @pytest.mark.parametrize("tokens_per_sample", [2, 3, 7])
-def test_answers_are_those_of_one_token_a_step(tokens_per_sample):
+def test_answers_are_those_of_one_token_a_step(tokens_per_sample, steps_in_flight):
     one, single, _ = run(1)
     several, executor, metrics = run(tokens_per_sample)
     assert several == one
-    assert len(executor.steps) < len(single.steps) / 1.5
+    # With run-ahead it computes once what does not count, and then every other step.
+    assert len(executor.steps) < len(single.steps) / (1.5 if steps_in_flight == 1 else 1)
     # Both sequences of tokens that a block cannot hold, and siblings that part, were among them.
     assert any(step.num_copies for step in executor.steps)
     tight, _, metrics = run(tokens_per_sample, num_kv_blocks=22)
@@ -44,7 +47,7 @@ def test_answers_are_those_of_one_token_a_step(tokens_per_sample):
 
 
 @pytest.mark.parametrize(("script", "reason"), [("x", "stop"), ("xyz", "length")])
-def test_what_follows_the_end_in_its_step_is_dropped(script, reason):
+def test_what_follows_the_end_in_its_step_is_dropped(script, reason, steps_in_flight):
     """Two tokens a step: the first of the last two ends the answer."""
     executor = ScriptedExecutor(scripts={"a": script}, tokens_per_sample=2)
     params = SamplingParams(max_tokens=1 if reason == "length" else 9, logprobs=0)
@@ -56,5 +59,6 @@ def test_what_follows_the_end_in_its_step_is_dropped(script, reason):
     assert answer.token_ids == [ord("x")]
     assert answer.finish_reason == reason
     assert len(answer.logprobs) == 1
-    assert len(executor.steps) == 1
+    # One more may have been launched ahead, and run before the engine ended or not.
+    assert len(executor.steps) <= (steps_in_flight if reason == "stop" else 1)
     assert result.stats.num_output_tokens == 1

@@ -121,7 +121,8 @@ class EngineArgs:
     max_queued_tokens: int | None = None
     """Most prompt tokens that wait; None: no bound."""
     max_in_flight_steps: int = 1
-    """Most steps that the executor has at once; 1 is all that there is today."""
+    """Most steps that the executor has at once, 1 or 2: with 2 the next step is planned and handed
+    over before the results of this one are known (run-ahead)."""
     step_timeout: int = 300
     """Seconds after which a step that has not come back ends the engine; 0: never."""
     attention_backend: str = "cpu"

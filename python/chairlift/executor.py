@@ -4,10 +4,17 @@ The scheduler (Rust) writes a :class:`StepPlan`; an executor runs the forward pa
 and answers with a :class:`StepResult`. The protocol is two calls, ``launch`` and ``collect``, so
 that a device can have a step in flight while the host goes on; :class:`BlockingExecutor` makes both
 from one ``execute``.
+
+With ``max_in_flight_steps = 2`` a step may be launched before the one before it is collected
+(run-ahead). Its decodes then have input tokens that only the executor knows: the last that it
+sampled for their rows. What became of a row meanwhile is not known either: if its answer has ended,
+or its step has failed, nobody reads what later steps return for it, so an executor need not care
+what that is, as long as it does not fail the whole step.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,6 +36,10 @@ STATUS_FAILED = 1
 """The row failed by itself: its request ends with an error, its neighbours go on."""
 NO_ADAPTER = -1
 """The sequence uses no adapter."""
+SOURCE_ID = 0
+"""The input token is the one in ``token_ids``."""
+SOURCE_LAST_SAMPLED = 1
+"""The input token is the last that was sampled for the row, by a step that is in flight."""
 LOCATION_DEVICE = 0
 """The block is in the KV arrays that the forward pass reads."""
 LOCATION_HOST = 1
@@ -88,7 +99,8 @@ class StepPlan:
     token_ids: Int32Array
     """[T] input tokens."""
     token_sources: UInt8Array
-    """[T] 0: the id in ``token_ids``; 1: the row's last sampled token, still on the device."""
+    """[T] :data:`SOURCE_ID` or :data:`SOURCE_LAST_SAMPLED`; the latter only while another step is in
+    flight, and the id is 0 then."""
     positions: Int32Array
     """[T] position of each token in its sequence."""
     slot_mapping: Int64Array
@@ -148,7 +160,8 @@ class StepResult:
     ``P`` is 0."""
     token_offsets: Int32Array | None = None
     """[S + 1] range of each sample's tokens, one at least; None is one each. What comes after a
-    token that ends the answer is dropped."""
+    token that ends the answer is dropped, and so is what a step that is in flight already samples
+    after the first of several; from then on no step of that sequence is launched ahead."""
 
 
 def check_supported(plan: StepPlan) -> None:
@@ -175,34 +188,44 @@ def check_supported(plan: StepPlan) -> None:
 
 
 class Executor(Protocol):
-    """Runs steps. Both calls come from one thread, in strict alternation."""
+    """Runs steps, in the order in which they are launched. Both calls come from one thread.
+
+    At most ``max_in_flight_steps`` are launched and not collected. An executor whose steps run beside
+    that thread (on a device) says so by an attribute ``launches_ahead = True``: then the next step,
+    if one is about to be planned, is launched before this one is collected. For others, whose
+    ``collect`` does the work, it is enough that the next plan is at hand by then.
+    """
 
     def launch(self, plan: StepPlan) -> None:
-        """Start the step. The plan's arrays may be read until :meth:`collect` returns."""
+        """Start the step. The plan's arrays may be read until its :meth:`collect` returns."""
 
     def collect(self) -> StepResult:
-        """Wait for the launched step and return its result.
+        """Wait for the oldest launched step and return its result.
 
-        An exception here or in :meth:`launch` fails the requests of that step, and only those.
+        An exception here or in :meth:`launch` fails the requests of that step, and only those. What
+        was not launched is not collected.
         """
 
 
 class BlockingExecutor:
     """Base class for executors that run a step in one blocking call."""
 
-    _result: StepResult | None = None
+    _launched: deque[StepPlan] | None = None
+    """Steps that were launched, the oldest first. Made at the first, so that no subclass has to call
+    ``__init__``."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the whole step; to be overridden."""
         raise NotImplementedError
 
     def launch(self, plan: StepPlan) -> None:
-        """Run the step and keep its result for :meth:`collect`."""
-        self._result = self.execute(plan)
+        """Take note of the step."""
+        if self._launched is None:
+            self._launched = deque()
+        self._launched.append(plan)
 
     def collect(self) -> StepResult:
-        """Return the result of the last :meth:`launch`."""
-        result, self._result = self._result, None
-        if result is None:
+        """Run the oldest step that was launched."""
+        if not self._launched:
             raise RuntimeError("collect() without launch()")
-        return result
+        return self.execute(self._launched.popleft())

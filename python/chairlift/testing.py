@@ -21,6 +21,7 @@ import numpy as np
 from chairlift.errors import TokenizerError
 from chairlift.executor import (
     LOCATION_DEVICE,
+    SOURCE_LAST_SAMPLED,
     STATUS_FAILED,
     BlockingExecutor,
     RaggedLogprobs,
@@ -121,6 +122,9 @@ class _Row:
     child: int = 0
     seed: int = 0
     logprobs: int = -1
+    last_sampled: int = 0
+    is_broken: bool = False
+    """A step of it has failed, so its part of the pool may hold anything."""
 
 
 def default_token(sample: Sample) -> int:
@@ -149,6 +153,8 @@ class ScriptedExecutor(BlockingExecutor):
     """Tokens that every sample returns at once, whether or not the answer ends before the last."""
     step_time: float = 0.0
     """Seconds that a step takes."""
+    launches_ahead: bool = False
+    """Whether the next step is launched before this one is run, if there may be two."""
     raise_at_steps: Sequence[int] = ()
     """Numbers of the steps (from 1) that raise :attr:`error`."""
     error: BaseException = field(default_factory=lambda: RuntimeError("scripted failure"))
@@ -214,6 +220,14 @@ class ScriptedExecutor(BlockingExecutor):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the whole step."""
+        try:
+            return self._execute(plan)
+        except BaseException:
+            for row in plan.rows:
+                self._rows.setdefault(int(row), _Row()).is_broken = True
+            raise
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         self.steps.append(_summary(plan))
         self._stand_still(plan.step)
         if self.step_time:
@@ -224,12 +238,19 @@ class ScriptedExecutor(BlockingExecutor):
         check_plan(plan, block_size=self.block_size, num_kv_blocks=self.num_kv_blocks)
         for source, target in plan.block_copies:
             self._pool[target] = self._pool[source]
-        self._pool.reshape(-1)[plan.slot_mapping] = plan.token_ids
         for row, ints in zip(plan.resets.rows, plan.resets.ints, strict=True):
             self._rows[int(row)] = _Row(
                 child=int(ints[2]), seed=int(ints[1]), logprobs=int(ints[3])
             )
-        return self._sample(plan)
+        token_ids = plan.token_ids.copy()
+        broken = [self._rows[int(row)].is_broken for row in plan.rows]
+        for index in (plan.token_sources == SOURCE_LAST_SAMPLED).nonzero()[0]:
+            sequence = np.searchsorted(plan.query_start_loc, index, side="right") - 1
+            token_ids[index] = self._rows[int(plan.rows[sequence])].last_sampled
+            # Of several tokens the first was to come here; nobody reads what follows.
+            broken[sequence] |= self.tokens_per_sample > 1
+        self._pool.reshape(-1)[plan.slot_mapping] = token_ids
+        return self._sample(plan, broken)
 
     def _stand_still(self, step: int) -> None:
         with self._gate:
@@ -238,12 +259,17 @@ class ScriptedExecutor(BlockingExecutor):
                 self._gate.notify_all()
                 self._gate.wait_for(lambda: not self._stands_still)
 
-    def _sample(self, plan: StepPlan) -> StepResult:
+    def _sample(self, plan: StepPlan, broken: list[bool]) -> StepResult:
         tokens, logprobs = [], []
         statuses = np.zeros(len(plan.rows), dtype=np.uint8)
         sequences = np.searchsorted(plan.query_start_loc, plan.logits_indices, side="right") - 1
         for sample_index, sequence in enumerate(sequences):
             row = self._rows[int(plan.sample_rows[sample_index])]
+            if broken[sequence]:
+                statuses[sequence] = STATUS_FAILED
+                tokens += [0] * self.tokens_per_sample
+                logprobs.append([])
+                continue
             history = self._history(plan, int(sequence), int(plan.logits_indices[sample_index]))
             output_index = int(plan.sample_output_indices[sample_index])
             candidates = []
@@ -255,6 +281,7 @@ class ScriptedExecutor(BlockingExecutor):
                 tokens.append(token)
                 candidates += self._candidates(token, row.logprobs)
                 history = [*history, token]
+            row.last_sampled = token
             logprobs.append(candidates)
         scored = [
             self._candidates(int(token), int(num_best))

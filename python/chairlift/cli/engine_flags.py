@@ -75,7 +75,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
         "--max-in-flight-steps",
         type=int,
         metavar="N",
-        help="most steps at once; 1 is all today",
+        help="most steps at once; with 2 the next is planned before the results of this one",
     )
     flag(
         "--step-timeout",

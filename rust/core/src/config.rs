@@ -19,8 +19,8 @@ use crate::text::TokenTable;
 /// Most blocks of a pool: a billion tokens in blocks of 16, and books of a few gigabytes.
 pub const MAX_KV_BLOCKS: u32 = 1 << 26;
 
-/// Most steps in flight: a step is planned when the one before it is committed.
-pub const MAX_IN_FLIGHT_STEPS: u32 = 1;
+/// Most steps in flight: one that runs, and one behind it.
+pub const MAX_IN_FLIGHT_STEPS: u32 = 2;
 
 /// What a person may choose. Every count is in the unit of its name.
 #[derive(Clone, Debug, PartialEq)]
@@ -51,8 +51,8 @@ pub struct Settings {
     pub policy: Policy,
     /// Tokens of the vocabulary; ids at or above it are refused.
     pub vocab_size: u32,
-    /// Most steps that the executor has at once, the one that runs included; only
-    /// [`MAX_IN_FLIGHT_STEPS`] today.
+    /// Most steps that the executor has at once, the one that runs included: with 2 the next one is planned
+    /// before the results of this one are known. At most [`MAX_IN_FLIGHT_STEPS`].
     pub max_in_flight_steps: u32,
     /// What an earlier engine on the same model and device learned of iterations' time.
     pub cost_model: Option<Coefficients>,

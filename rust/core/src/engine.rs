@@ -3,10 +3,13 @@
 //! One thread owns an [`Engine`]; its holds are not sendable, so it is made on that thread. No call
 //! blocks, reads a clock or fails half-way.
 
+use std::collections::HashMap;
+
 use crate::config::policy::Policy;
 use crate::config::{Limits, Settings, Vocabulary};
 use crate::error::{CommitError, ConfigError, SubmitError};
-use crate::iteration::commit::{Commit, StepResults, remove_ended};
+use crate::iteration::commit::{Commit, StepResults, leave_together, remove_ended};
+use crate::iteration::flight::Step;
 use crate::iteration::join::{Padding, leaves_together, window_end};
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::{Ledger, Reserved};
@@ -113,7 +116,8 @@ impl Engine {
 
     /// Ends a request wherever it is; false if it is not live (any more).
     ///
-    /// Its clients are told at once. Memory is free at once, or when the step in flight is committed.
+    /// Its clients are told at once. Memory is free at once, or when the last step in flight that has it is
+    /// committed.
     pub fn abort(&mut self, now: Time, id: RequestId) -> bool {
         if self.ledger.release(id) {
             return true;
@@ -138,9 +142,10 @@ impl Engine {
 
     /// Decides the next iteration into `plan`, which was made for these limits.
     ///
-    /// False if there is nothing to run, or while a step is in flight.
+    /// False if there is nothing to run, or while as many steps are in flight as may be; then the plan
+    /// says nothing.
     pub fn schedule(&mut self, now: Time, plan: &mut StepPlan) -> bool {
-        if self.lane.in_flight {
+        if !self.may_plan() {
             return false;
         }
         self.on_time(now);
@@ -156,39 +161,62 @@ impl Engine {
         .run()
     }
 
-    /// Applies the results of step number `step`. An error changes nothing: the step is still in
-    /// flight, and [`Self::fail_step`] ends it.
+    /// Whether another step may be planned. Batches that leave together do not run ahead: who is in the
+    /// next one is known when all are done.
+    fn may_plan(&self) -> bool {
+        if !self.lane.is_ahead() {
+            return true;
+        }
+        self.lane.in_flight.len() < self.limits.max_in_flight_steps() as usize
+            && !self.lane.must_land
+            && !leaves_together(self.ledger.rules.policy().join)
+    }
+
+    /// Applies the results of step number `step`, the oldest in flight. An error changes nothing: the
+    /// step is still in flight, and [`Self::fail_step`] ends it.
     pub fn commit(
         &mut self,
         now: Time,
         step: u64,
         results: &StepResults,
     ) -> Result<(), CommitError> {
-        if !self.is_in_flight(step) {
+        let Some(step) = self.take_oldest(step) else {
             return Err(CommitError::UnknownStep { step });
-        }
-        Commit {
+        };
+        let commit = Commit {
             limits: &self.limits,
             vocabulary: &self.vocabulary,
             ledger: &mut self.ledger,
             lane: &mut self.lane,
+            step: &step,
             results,
             now,
+        };
+        match commit.run() {
+            Ok(somebody_ended) => {
+                self.lane.in_flight.landed(step, now);
+                if somebody_ended {
+                    leave_together(&mut self.ledger, &mut self.lane, now);
+                    remove_ended(&mut self.ledger, &mut self.lane);
+                }
+                self.lane.idle_since = (!self.lane.running.is_empty()).then_some(now);
+                Ok(())
+            }
+            Err(error) => {
+                self.lane.in_flight.goes_on(step);
+                Err(error)
+            }
         }
-        .run()
     }
 
-    /// The executor failed step number `step`: its requests end, all others go on.
+    /// The executor failed step number `step`, the oldest in flight: its requests end, all others go on.
     pub fn fail_step(&mut self, now: Time, step: u64) {
-        if !self.is_in_flight(step) {
+        let Some(step) = self.take_oldest(step) else {
             return;
-        }
+        };
         // Whoever was to get a copied block in it cannot go on either, even without a token in it.
-        let step = &self.lane.step;
         let owners = step.copies.iter().map(|&(key, _)| key);
-        let in_step = (0..step.num_sequences()).map(|position| step.sequence(position));
-        let affected: Vec<_> = in_step.chain(owners).collect();
-        for key in affected {
+        for key in step.parts().map(|part| part.sequence).chain(owners) {
             // One that has no token in the step leaves at once, with its request's other end.
             if let Some(sequence) = self.ledger.sequences.get(key.0) {
                 let request = sequence.request;
@@ -196,14 +224,16 @@ impl Engine {
                     .end_request(&mut self.lane, request, Finish::StepFailed, now);
             }
         }
-        self.land();
+        self.drop_step(now, step);
     }
 
     /// The executor is gone: every request ends.
     pub fn fail_all(&mut self, now: Time) {
         self.ledger.release_all();
         self.end_all(now, Finish::EngineDead);
-        self.land();
+        while let Some(step) = self.lane.in_flight.take_oldest() {
+            self.drop_step(now, step);
+        }
     }
 
     /// Ends every request that was submitted, as [`Self::abort`] does, the oldest id first.
@@ -217,14 +247,19 @@ impl Engine {
         }
     }
 
-    fn is_in_flight(&self, step: u64) -> bool {
-        self.lane.in_flight && self.lane.step.number == step
+    /// Takes step number `step` if it is the oldest in flight.
+    fn take_oldest(&mut self, step: u64) -> Option<Step> {
+        let oldest = self.lane.in_flight.oldest()?;
+        (oldest.number == step).then_some(())?;
+        self.lane.in_flight.take_oldest()
     }
 
-    /// No step is in flight any more.
-    fn land(&mut self) {
-        self.lane.in_flight = false;
-        self.lane.step.clear();
+    /// A step has landed without results: all that were in it have ended.
+    fn drop_step(&mut self, now: Time, step: Step) {
+        for part in step.parts() {
+            self.ledger.sequences[part.sequence.0].land(part.num_tokens);
+        }
+        self.lane.in_flight.landed(step, now);
         remove_ended(&mut self.ledger, &mut self.lane);
     }
 
@@ -240,13 +275,13 @@ impl Engine {
 
     /// How far the sequences of a request are; none if it is not live.
     pub fn progress(&self, id: RequestId) -> Vec<Progress> {
-        self.ledger.progress(id)
+        self.ledger.progress(&self.lane, id)
     }
 
     /// When [`Self::on_time`] wants to be called though nothing else happens.
     pub fn next_wake(&self) -> Option<Time> {
         let join = self.ledger.rules.policy().join;
-        let waits = !self.lane.in_flight && self.ledger.clocks.blocked() == Some(Blocked::Window);
+        let waits = !self.lane.is_ahead() && self.ledger.clocks.blocked() == Some(Blocked::Window);
         let window = waits.then(|| window_end(join, self.ledger.situation(&self.lane)));
         let window = window.flatten();
         [self.ledger.next_timer(), window]
@@ -379,7 +414,8 @@ impl Engine {
             .sequences
             .iter()
             .map(|(_, sequence)| &sequence.table);
-        let copies = self.lane.step.copies.iter().map(|(_, copy)| copy);
+        let copies = self.lane.in_flight.iter().flat_map(|step| &step.copies);
+        let copies = copies.map(|(_, copy)| copy);
         self.lane.pool.audit(tables, copies)?;
         let running = self.lane.running.len();
         let waiting = self.ledger.queue.len();
@@ -424,13 +460,41 @@ impl Engine {
         if !arrivals.is_sorted() {
             return Err("the running set is not in order of arrival".into());
         }
-        for key in self.lane.running.iter().filter(|_| self.lane.in_flight) {
-            let sequence = &self.ledger.sequences[key.0];
+        self.audit_flights()
+    }
+
+    /// Checks what sequences say of the steps in flight, and that those without run-ahead leave no decode
+    /// out.
+    fn audit_flights(&self) -> Result<(), String> {
+        let mut in_flight: HashMap<usize, u32> = HashMap::new();
+        for part in self.lane.in_flight.iter().flat_map(Step::parts) {
+            *in_flight.entry(part.sequence.0).or_default() += part.num_tokens;
+        }
+        let leaves_nobody_out = self.lane.is_ahead() && self.limits.max_in_flight_steps() == 1;
+        for (key, sequence) in &self.ledger.sequences {
+            let (arrival, tokens) = (sequence.arrival, in_flight.remove(&key).unwrap_or(0));
+            if sequence.num_in_flight_tokens != tokens || sequence.num_scheduled_tokens > 0 {
+                return Err(format!(
+                    "{arrival:?} does not know its {tokens} tokens in flight"
+                ));
+            }
+            if tokens > 0 && sequence.row.is_none() {
+                return Err(format!(
+                    "{arrival:?} has no row, but {tokens} tokens in flight"
+                ));
+            }
+            if sequence.ended && tokens == 0 {
+                return Err(format!("{arrival:?} has ended, but is there"));
+            }
             let decodes = sequence.num_remaining_tokens() == 1 && sequence.finished.is_none();
-            if decodes && sequence.num_scheduled_tokens == 0 {
-                return Err(format!("{:?} decodes but got no token", sequence.arrival));
+            if leaves_nobody_out && sequence.row.is_some() && decodes && tokens == 0 {
+                return Err(format!("{arrival:?} decodes but got no token"));
             }
         }
-        Ok(())
+        if in_flight.is_empty() {
+            Ok(())
+        } else {
+            Err("a step in flight has a sequence that is gone".into())
+        }
     }
 }

@@ -88,6 +88,33 @@ fn crowd(seed: u64) -> (SimConfig, Workload) {
 }
 
 #[test]
+fn steps_that_are_planned_ahead_run_one_after_the_other() {
+    let (mut config, workload) = crowd(3);
+    let alone = run(&config, &workload);
+    config.settings.max_in_flight_steps = 2;
+    let outcome = run(&config, &workload);
+    assert_eq!(outcome, run(&config, &workload));
+    for pair in outcome.iterations.windows(2) {
+        assert!(pair[1].start_us >= pair[0].start_us + pair[0].duration_us);
+    }
+    let mut served = 0;
+    for (record, request) in outcome.records.iter().zip(&workload.requests) {
+        if let Outcome::Ended(_) = record.outcome {
+            assert_eq!(record.output_tokens, request.output_tokens);
+            served += 1;
+        }
+    }
+    assert!(served > 100, "{served}");
+    let tokens =
+        |outcome: &SimOutcome| -> u32 { outcome.iterations.iter().map(|i| i.num_tokens()).sum() };
+    assert_ne!(
+        tokens(&outcome),
+        tokens(&alone),
+        "what was dropped ran, too"
+    );
+}
+
+#[test]
 fn a_scenario_computed_by_hand() {
     let settings = Settings {
         max_num_seqs: 2,

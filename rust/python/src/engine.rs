@@ -14,7 +14,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use chairlift_core::Vocabulary;
-use chairlift_core::config::{Limits, Settings};
+use chairlift_core::config::{Limits, MAX_IN_FLIGHT_STEPS, Settings};
 use chairlift_core::iteration::commit::StepResults;
 use chairlift_core::record::RecordedEngine;
 use chairlift_core::text::TokenTable;
@@ -106,6 +106,9 @@ fn start_log(record: Option<RecordingView>) -> PyResult<(Option<LogWriter>, Opti
     Ok((Some(writer), Some(about)))
 }
 
+/// Plan sets in the ring: those in flight, or that in flight and one that the executor may still look at.
+const NUM_SETS: usize = MAX_IN_FLIGHT_STEPS as usize;
+
 const SHUT_DOWN: Command = Command::Client(Message::Tell(Order::Shutdown));
 
 /// A running engine.
@@ -146,9 +149,7 @@ impl EngineCore {
         let outbox = Arc::new(Outbox::new()?);
         let (commands, received) = channel();
         let (to_executor, steps) = channel();
-        // Those in flight, and one that the executor may still look at or that is being written.
-        let num_sets = limits.max_in_flight_steps() as usize + 1;
-        let ring = plan_sets(&limits, num_sets).into_iter().map(|lease| Step {
+        let ring = plan_sets(&limits, NUM_SETS).into_iter().map(|lease| Step {
             lease,
             results: StepResults::default(),
         });
@@ -165,7 +166,8 @@ impl EngineCore {
         let executor_end = ExecutorEnd {
             steps,
             commands: commands.clone(),
-            num_sets,
+            num_sets: NUM_SETS,
+            max_in_flight_steps: limits.max_in_flight_steps() as usize,
             vocab_size: limits.vocab_size(),
         };
         let scheduler = py.detach(|| start_scheduler(settings.clone(), vocabulary, about, end))?;

@@ -1,7 +1,7 @@
 //! The scheduler thread: owns the core, never attaches to Python.
 //!
-//! It sleeps on one channel (and on the core's next timer), serves whatever arrives, and whenever no
-//! step is in flight plans the next one. A step runs on the executor thread meanwhile; commands are
+//! It sleeps on one channel (and on the core's next timer), serves whatever arrives, and plans the next
+//! step whenever fewer are in flight than may be. Steps run on the executor thread meanwhile; commands are
 //! served and timers fire all the same. After a step: commit, plan the next, hand it over, and only then deliver, so
 //! that the executor never waits for a client.
 //!
@@ -77,16 +77,18 @@ const PATIENCE: Duration = Duration::from_micros(50);
 
 const SHUT_DOWN: &str = "the engine was shut down";
 
-/// The step in flight.
+/// A step that was handed over.
 struct InFlight {
     step: u64,
+    /// When it was, or when the one before it came back, if that was later.
     since: Instant,
 }
 
 struct Scheduler {
     engine: RecordedEngine,
     end: SchedulerEnd,
-    in_flight: Option<InFlight>,
+    /// The oldest first; they come back in that order.
+    in_flight: VecDeque<InFlight>,
     /// Why no step can be run any more.
     dead: Option<Arc<str>>,
     is_open: bool,
@@ -100,7 +102,7 @@ impl Scheduler {
         Self {
             engine,
             end,
-            in_flight: None,
+            in_flight: VecDeque::new(),
             dead: None,
             is_open: true,
             delivery: Delivery::default(),
@@ -135,7 +137,7 @@ impl Scheduler {
         }
         self.deliver(None);
         // Without a step the thread may sleep for long.
-        self.write_log(self.in_flight.is_none());
+        self.write_log(self.in_flight.is_empty());
     }
 
     /// Hands what was recorded to the log's writer.
@@ -148,7 +150,7 @@ impl Scheduler {
     /// The next command, or `None` when a timer of the core is due or the step should be back.
     fn sleep(&self) -> Option<Command> {
         // A step of a small model may be back at once; without one nothing is expected.
-        let patience = self.in_flight.as_ref().map_or(Duration::ZERO, |_| PATIENCE);
+        let patience = self.in_flight.front().map_or(Duration::ZERO, |_| PATIENCE);
         let timer = self.engine.next_wake();
         // A timer beyond what the clock can tell never fires.
         let timer = timer.and_then(|at| self.end.epoch.checked_add(Duration::from_micros(at.0)));
@@ -226,7 +228,7 @@ impl Scheduler {
     }
 
     fn metrics(&self) -> EngineMetrics {
-        let since = self.in_flight.as_ref().map(|flight| flight.since);
+        let since = self.in_flight.front().map(|flight| flight.since);
         EngineMetrics {
             core: self.engine.metrics(),
             iterations: *self.engine.iteration_metrics(),
@@ -284,17 +286,17 @@ impl Scheduler {
         Answer::Taken(taken, None)
     }
 
-    /// When the step in flight has taken longer than a step may.
+    /// When the oldest step in flight has taken longer than a step may.
     fn step_is_late_at(&self) -> Option<Instant> {
-        let flight = self.in_flight.as_ref()?;
+        let flight = self.in_flight.front()?;
         flight.since.checked_add(self.end.step_timeout?)
     }
 
     /// Gives the executor up if its step does not come back.
     fn watch_step(&mut self) {
         let late = self.step_is_late_at().filter(|&at| at <= Instant::now());
-        if let (Some(_), Some(flight), Some(limit)) = (late, &self.in_flight, self.end.step_timeout)
-        {
+        let flight = self.in_flight.front();
+        if let (Some(_), Some(flight), Some(limit)) = (late, flight, self.end.step_timeout) {
             let why = format!(
                 "the executor has not returned from step {} for {} s (step_timeout)",
                 flight.step,
@@ -304,23 +306,26 @@ impl Scheduler {
         }
     }
 
-    /// Plans the next step unless one is in flight, and hands it to the executor thread.
+    /// Plans as many steps as may be in flight, and hands them to the executor thread.
     fn plan(&mut self) {
-        if self.in_flight.is_some() || self.dead.is_some() {
-            return;
-        }
+        let most = self.engine.limits().max_in_flight_steps() as usize;
+        while self.in_flight.len() < most && self.dead.is_none() && self.plan_one() {}
+    }
+
+    /// Plans the next step; false if there is nothing to plan.
+    fn plan_one(&mut self) -> bool {
         let Some(mut step) = self.end.ring.pop_front() else {
-            return; // cannot be: the ring is full while nothing is in flight
+            return false; // cannot be: the ring has more sets than there may be steps in flight
         };
         let since = Instant::now();
         let now = self.now();
         if !self.engine.schedule(now, step.lease.plan_mut()) {
             self.end.ring.push_front(step);
-            return;
+            return false;
         }
         let handed = Instant::now();
         self.stats.scheduler_us += (handed - since).as_micros() as u64;
-        self.in_flight = Some(InFlight {
+        self.in_flight.push_back(InFlight {
             step: step.plan().step,
             since: handed,
         });
@@ -329,11 +334,18 @@ impl Scheduler {
             // never came.
             self.executor_gone(now, "the executor thread has ended");
         }
+        true
     }
 
-    /// Takes the step's set back into the ring. `None` if it is not the one in flight.
+    /// Counts a step that has come back. `None` if it is not the oldest in flight.
     fn landed(&mut self, step: u64) -> Option<()> {
-        let flight = self.in_flight.take_if(|flight| flight.step == step)?;
+        self.in_flight
+            .front()
+            .filter(|flight| flight.step == step)?;
+        let flight = self.in_flight.pop_front()?;
+        if let Some(next) = self.in_flight.front_mut() {
+            next.since = Instant::now();
+        }
         self.stats.steps += 1;
         // One that has nothing to say is counted with the next that has.
         self.delivery.iterations += 1;
@@ -381,7 +393,7 @@ impl Scheduler {
         let reason: Arc<str> = format!("the engine is dead: {why}").into();
         self.deliver(None);
         self.engine.fail_all(now);
-        self.in_flight = None;
+        self.in_flight.clear();
         self.deliver(Some(Arc::clone(&reason)));
         self.end.outbox.end(&reason);
         self.dead = Some(reason);

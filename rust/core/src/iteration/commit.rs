@@ -3,7 +3,8 @@
 //! For each sequence of the step, in the order of its plan: count its tokens as computed, make full
 //! blocks findable, tell what was scored of the prompt, append what was sampled, add to its text, and see whether it ends. Who ended
 //! leaves at once; memory and rows serve the next iteration. Results that do not fit the step are
-//! refused before anything is changed.
+//! refused before anything is changed. What was planned of a sequence before it was known that it had
+//! ended, or sampled several tokens, is dropped: it counts for nobody.
 //!
 //! What ends a sequence, where several would: the model's end-of-sequence token, a stop token, a stop
 //! string, the length. The token that ends it is part of its ids and is counted; its text is not
@@ -13,6 +14,7 @@ use std::ops::Range;
 
 use crate::config::{Limits, Vocabulary};
 use crate::error::CommitError;
+use crate::iteration::flight::{Part, Step};
 use crate::iteration::join::leaves_together;
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::Ledger;
@@ -56,28 +58,28 @@ pub(crate) struct Commit<'a> {
     pub(crate) vocabulary: &'a Vocabulary,
     pub(crate) ledger: &'a mut Ledger,
     pub(crate) lane: &'a mut Lane,
+    /// The step, taken out of those in flight.
+    pub(crate) step: &'a Step,
     pub(crate) results: &'a StepResults,
     pub(crate) now: Time,
 }
 
 impl Commit<'_> {
-    pub(crate) fn run(mut self) -> Result<(), CommitError> {
+    /// Applies the results, or refuses them; whether a sequence of the step has ended.
+    pub(crate) fn run(mut self) -> Result<bool, CommitError> {
         self.check()?;
         let shares = self.measure();
-        let first = self.lane.step.sequence(0);
-        let mut tally = Tally::new(self.ledger.sequences[first.0].payer);
-        let (mut sample, mut score) = (0, 0);
+        let first = self.step.parts().next().expect("no step is empty");
+        let mut tally = Tally::new(self.ledger.sequences[first.sequence.0].payer);
+        let mut cut = Cut::default();
         let mut ended = false;
-        for position in 0..self.lane.step.num_sequences() {
-            let key = self.lane.step.sequence(position);
+        for (position, part) in self.step.parts().enumerate() {
+            let key = part.sequence;
             let sequence = &mut self.ledger.sequences[key.0];
-            let samples = sample..sample + sequence.num_samples();
-            sample = samples.end;
-            let scores = score..score + sequence.scores().len();
-            score = scores.end;
-            let (payer, scheduled) = (sequence.payer, sequence.num_scheduled_tokens);
+            let (samples, scores) = cut.next(part);
+            let (payer, scheduled) = (sequence.payer, part.num_tokens);
             let before = sequence.num_computed_tokens;
-            let step_ns = if position < self.lane.step.decodes.len() {
+            let step_ns = if position < self.step.decodes.len() {
                 shares.decode(before + 1, samples.len())
             } else {
                 shares.chunk(before, scheduled, samples.len())
@@ -87,14 +89,21 @@ impl Commit<'_> {
             let gap_us = has_output.then(|| self.now.since_us(sequence.last_output));
             let output_before = self.ledger.counters.output_tokens;
             if sequence.ended {
+                sequence.land(scheduled);
                 ended = true;
+            } else if sequence.has_other_tokens_than(part) {
+                sequence.land(scheduled);
             } else if self.results.statuses[position] != STATUS_OK {
                 let request = sequence.request;
                 self.ledger
                     .end_request(self.lane, request, Finish::RowFailed, self.now);
+                self.ledger.sequences[key.0].land(scheduled);
                 ended = true;
             } else {
-                sequence.advance(self.limits.block_size(), self.limits.prefix_caching());
+                let (block_size, caching) =
+                    (self.limits.block_size(), self.limits.prefix_caching());
+                sequence.advance(scheduled, block_size, caching);
+                sequence.num_scored_tokens += part.num_scores;
                 let end = sequence.num_computed_tokens;
                 self.ledger.charge_computed(key, end, scheduled, step_ns);
                 self.tell_scores(key, scores);
@@ -105,19 +114,12 @@ impl Commit<'_> {
             tally.add(self.ledger, payer, step_ns, outputs, gap_us);
         }
         tally.flush(self.ledger);
-        self.lane.in_flight = false;
-        self.lane.step.clear();
-        if ended {
-            leave_together(self.ledger, self.lane, self.now);
-            remove_ended(self.ledger, self.lane);
-        }
-        self.lane.idle_since = (!self.lane.running.is_empty()).then_some(self.now);
-        Ok(())
+        Ok(ended)
     }
 
     /// Measures the step's service; how its nanoseconds are shared out.
     fn measure(&mut self) -> StepShares {
-        let step = &self.lane.step;
+        let step = self.step;
         let time_us = self.now.since_us(step.since);
         let prefill = step.num_tokens - step.decodes.len() as u64;
         let forecast = &mut self.ledger.forecast;
@@ -145,8 +147,7 @@ impl Commit<'_> {
 
     /// Refuses results that do not fit the step.
     fn check(&self) -> Result<(), CommitError> {
-        let results = self.results;
-        let step = &self.lane.step;
+        let (results, step) = (self.results, self.step);
         let num_samples = step.num_samples;
         check_length("statuses", results.statuses.len(), step.num_sequences())?;
         let (tokens, logprobs) = (results.token_ids.len(), results.logprobs.len());
@@ -177,16 +178,13 @@ impl Commit<'_> {
         let results = self.results;
         let vocab_size = self.limits.vocab_size();
         let tokens_are_known = results.token_ids.iter().all(|&token| token < vocab_size);
-        if tokens_are_known && results.logprobs.is_empty() && self.lane.step.num_scores == 0 {
+        if tokens_are_known && results.logprobs.is_empty() && self.step.num_scores == 0 {
             return Ok(());
         }
-        let (mut sample, mut score) = (0, 0);
-        for (position, &status) in results.statuses.iter().enumerate() {
-            let sequence = &self.ledger.sequences[self.lane.step.sequence(position).0];
-            let samples = sample..sample + sequence.num_samples();
-            sample = samples.end;
-            let scores = score..score + sequence.scores().len();
-            score = scores.end;
+        let mut cut = Cut::default();
+        for (&status, part) in results.statuses.iter().zip(self.step.parts()) {
+            let sequence = &self.ledger.sequences[part.sequence.0];
+            let (samples, scores) = cut.next(part);
             if status != STATUS_OK {
                 continue;
             }
@@ -338,6 +336,7 @@ impl Commit<'_> {
         } else {
             sequence.ended = finish.is_some();
         }
+        sequence.waits_for_samples |= num_tokens > 1;
         self.ledger.charge_output(key, num_tokens as u64, self.now);
         let Some(finish) = finish else {
             return false;
@@ -350,6 +349,23 @@ impl Commit<'_> {
             self.ledger.end_child(request, finish, self.now);
         }
         true
+    }
+}
+
+/// Cuts the samples and scores of a step into those of its parts.
+#[derive(Default)]
+struct Cut {
+    samples: usize,
+    scores: usize,
+}
+
+impl Cut {
+    /// Those of the next part.
+    fn next(&mut self, part: &Part) -> (Range<usize>, Range<usize>) {
+        let (samples, scores) = (self.samples, self.scores);
+        self.samples += part.num_samples as usize;
+        self.scores += part.num_scores as usize;
+        (samples..self.samples, scores..self.scores)
     }
 }
 
@@ -479,13 +495,14 @@ pub(crate) fn leave_together(ledger: &mut Ledger, lane: &Lane, now: Time) {
     }
 }
 
-/// Takes everyone who ended out of the running set and frees what they hold.
+/// Takes everyone who ended, and is in no step in flight, out of the running set and frees what they hold.
 pub(crate) fn remove_ended(ledger: &mut Ledger, lane: &mut Lane) {
     lane.running.retain(|&key| {
-        let ended = ledger.sequences[key.0].ended;
-        if ended {
+        let sequence = &ledger.sequences[key.0];
+        let leaves = sequence.ended && !sequence.is_in_flight();
+        if leaves {
             ledger.discard(key);
         }
-        !ended
+        !leaves
     });
 }

@@ -212,7 +212,7 @@ impl Scheduler<'_> {
 
     /// Blocks that a sequence, and its siblings that are not born yet, may still ask for.
     fn growth(&self, sequence: &Sequence) -> u32 {
-        if sequence.finished.is_some() {
+        if sequence.finished.is_some() || sequence.ended {
             return 0;
         }
         let most = sequence.num_prompt_tokens + sequence.ending.max_tokens;

@@ -107,7 +107,7 @@ impl Governor {
     }
 
     fn see_decode(&mut self, sequence: &Sequence, tpot_target_us: Option<u64>) {
-        let context = sequence.num_computed_tokens + 1;
+        let context = sequence.num_planned_tokens() + 1;
         self.shape.add_decode(context, sequence.num_rows());
         let outputs = sequence.num_output_tokens();
         if outputs == 0 {

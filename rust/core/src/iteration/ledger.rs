@@ -134,8 +134,8 @@ impl Ledger {
 
     /// Ends a whole request: every child that lives gets `finish`.
     ///
-    /// Its memory and rows are free at once, but for sequences of the step in flight: those leave when
-    /// it is committed, and not before.
+    /// Its memory and rows are free at once, but for sequences of steps in flight: those leave when the
+    /// last of them has landed, and not before.
     pub(crate) fn end_request(
         &mut self,
         lane: &mut Lane,
@@ -156,7 +156,7 @@ impl Ledger {
             // One that is done and only waits for its batch has its own end.
             let finish = state.finished.unwrap_or(finish);
             let (level, arrival) = (state.level, state.arrival);
-            let (running, scheduled) = (state.row.is_some(), state.num_scheduled_tokens > 0);
+            let (running, in_flight) = (state.row.is_some(), state.is_in_flight());
             let unborn = arrival.child + 1..=arrival.child + state.num_unborn;
             state.ended = true;
             // What its text still held back is delivered; nothing can follow that would cut it.
@@ -172,7 +172,7 @@ impl Ledger {
                 self.tell_finish(key, child, self.outputs.text.len(), finish);
                 self.end_child(key, finish, now);
             }
-            if running && scheduled && lane.in_flight {
+            if in_flight {
                 continue;
             }
             if running {

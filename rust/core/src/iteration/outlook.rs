@@ -17,7 +17,7 @@ impl Lane {
         now: Time,
     ) -> Option<Outlook> {
         let costs = self.costs.coefficients()?;
-        let last = &self.step.shape;
+        let last = &self.last_shape;
         // Who was sampled in the last iteration decodes in the next.
         let mut shape = if self.running.is_empty() {
             StepShape::default()
@@ -41,11 +41,9 @@ impl Lane {
         shape.tokens += prompt / iterations;
         let prefill_us =
             iterations * costs.time(&shape) + costs.t_pair_us * pairs(0, prompt_tokens);
-        let rest_us = if self.in_flight {
-            costs.time(last) - now.since_us(self.step.since) as f64
-        } else {
-            0.0
-        };
+        let since = self.in_flight.oldest().map_or(now, |step| step.since);
+        let in_flight = self.in_flight.iter().map(|step| costs.time(&step.shape));
+        let rest_us = in_flight.sum::<f64>() - now.since_us(since) as f64;
         Some(Outlook {
             prefill_us,
             rest_us: rest_us.max(0.0),

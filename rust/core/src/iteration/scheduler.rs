@@ -66,6 +66,7 @@ impl Scheduler<'_> {
         let number = self.lane.step.number + 1;
         self.plan.begin(number);
         self.lane.step.clear();
+        self.lane.must_land = false;
         self.begin_pace();
         self.forget_gone_head();
         self.schedule_decodes();
@@ -75,20 +76,29 @@ impl Scheduler<'_> {
         let prefill_backlog = self.count_work();
         let num_sequences = self.lane.step.num_sequences();
         if num_sequences == 0 {
-            self.ledger.since_schedule.stop();
+            if !self.lane.is_ahead() {
+                self.ledger.since_schedule.stop();
+            }
+            debug_assert!(self.lane.step.copies.is_empty(), "a copy is lost");
             return false;
         }
         self.write_plan();
         let is_short = self.ledger.clocks.blocked() == Some(Blocked::Budget);
+        let gap_us = if self.lane.is_ahead() {
+            Some(0)
+        } else {
+            self.lane.idle_since.map(|since| self.now.since_us(since))
+        };
         let step = &mut self.lane.step;
-        step.gap_us = self.lane.idle_since.map(|since| self.now.since_us(since));
+        step.gap_us = gap_us;
         step.number = number;
         step.since = self.now;
         step.num_tokens = self.plan.num_tokens() as u64;
         step.prefill_is_short = is_short || prefill_backlog > 0;
         step.num_samples = self.plan.num_samples();
         step.num_scores = self.plan.num_scores();
-        self.lane.in_flight = true;
+        self.lane.last_shape = step.shape;
+        self.lane.in_flight.launch(&mut self.lane.step);
         self.ledger.counters.iterations += 1;
         self.ledger.counters.scheduled_tokens += self.plan.num_tokens() as u64;
         self.ledger.counters.scheduled_sequences += num_sequences as u64;
@@ -113,12 +123,17 @@ impl Scheduler<'_> {
     /// Gives every running sequence memory for all its tokens, and every decode its token.
     ///
     /// A prefill has that memory already. A sequence that sampled several tokens in its last step needs
-    /// some, and gets its tokens as a chunk.
+    /// some, and gets its tokens as a chunk. Who finds none while steps are in flight is left out, and
+    /// the next step is planned when they have landed.
     fn schedule_decodes(&mut self) {
         let block_size = self.limits.block_size();
         let mut position = 0;
         while let Some(&key) = self.lane.running.get(position) {
             let sequence = &mut self.ledger.sequences[key.0];
+            if !sequence.may_be_planned() {
+                position += 1;
+                continue;
+            }
             if sequence.finished.is_some() {
                 self.lane.step.num_padded += 1;
                 position += 1;
@@ -134,6 +149,11 @@ impl Scheduler<'_> {
                 if let Some(copy) = copy {
                     self.lane.step.copies.push((key, copy));
                 }
+                position += 1;
+                continue;
+            }
+            if self.lane.is_ahead() {
+                self.lane.must_land = true;
                 position += 1;
                 continue;
             }
@@ -164,7 +184,7 @@ impl Scheduler<'_> {
         if sequence.num_remaining_tokens() == 1 {
             sequence.num_scheduled_tokens = 1;
             self.budget -= 1;
-            self.lane.step.decodes.push(key);
+            self.lane.step.add(key, 1);
         }
     }
 
@@ -188,7 +208,7 @@ impl Scheduler<'_> {
     }
 
     /// Schedules prefill chunks of running sequences of level number `lowest` and above, the highest
-    /// level first.
+    /// level first, but for those that were left out for want of memory.
     pub(crate) fn schedule_chunks(&mut self, lowest: usize) {
         for level in 0..=lowest {
             if self.lane.step.num_sequences() == self.lane.running.len() || self.budget == 0 {
@@ -199,6 +219,7 @@ impl Scheduler<'_> {
     }
 
     fn schedule_chunks_of(&mut self, level: usize) {
+        let block_size = self.limits.block_size();
         for &key in &self.lane.running {
             if self.budget == 0 {
                 return;
@@ -207,10 +228,12 @@ impl Scheduler<'_> {
             if sequence.level != level
                 || sequence.num_scheduled_tokens > 0
                 || sequence.finished.is_some()
+                || !sequence.may_be_planned()
+                || (self.lane.must_land && !sequence.is_writable(block_size))
             {
                 continue;
             }
-            let before = sequence.num_computed_tokens;
+            let before = sequence.num_planned_tokens();
             let in_time = self.lane.governor.most_chunk(before);
             if in_time == 0 {
                 return;
@@ -243,6 +266,7 @@ impl Scheduler<'_> {
         for key in &self.lane.running {
             let sequence = &self.ledger.sequences[key.0];
             let left = match sequence.finished {
+                _ if sequence.ended => 0,
                 Some(_) => 0,
                 None => sequence.num_remaining_tokens() - sequence.num_scheduled_tokens,
             };
@@ -298,6 +322,9 @@ impl Scheduler<'_> {
         if self.ledger.queue.is_empty() {
             return None;
         }
+        if self.lane.must_land {
+            return Some(Blocked::Memory);
+        }
         let join = self.ledger.rules.policy().join;
         if leaves_together(join) && !may_join(join, self.ledger.situation(self.lane), self.now) {
             return Some(Blocked::Window);
@@ -336,7 +363,7 @@ impl Scheduler<'_> {
                     self.start_newcomer(next, key, chunk, handed);
                 }
                 Err(DoesNotFit { blocked, lack }) => {
-                    if matches!(blocked, Blocked::Memory | Blocked::Slots) {
+                    if matches!(blocked, Blocked::Memory | Blocked::Slots) && !self.lane.must_land {
                         self.backfill(key, lack, handed);
                     }
                     return Some(blocked);
@@ -448,7 +475,7 @@ impl Scheduler<'_> {
     }
 
     /// Preempts a newcomer's guests, and sequences of lower levels, so that it fits; false, and nothing
-    /// has changed, if that would not be enough.
+    /// has changed, if that would not be enough, or has to wait for the steps in flight.
     fn preempt_for(&mut self, next: Next, key: SequenceKey, lack: Lack) -> bool {
         let below = self.ledger.rules.policy().preempt_to_admit;
         let may_have_guests = self.ledger.sequences[key.0].blocked_since.is_some();
@@ -459,6 +486,10 @@ impl Scheduler<'_> {
         let Some(victims) = choose_victims_for(self.ledger, self.lane, key, level, lack) else {
             return false;
         };
+        if self.lane.is_ahead() {
+            self.lane.must_land = true;
+            return false;
+        }
         for victim in victims {
             let position = self.lane.running.iter().position(|&key| key == victim);
             if let Some(position) = position {
@@ -526,24 +557,29 @@ impl Scheduler<'_> {
     fn write_plan(&mut self) {
         let step = &mut self.lane.step;
         let sequences = &self.ledger.sequences;
-        let decodes = step.decodes.iter().map(|key| &sequences[key.0]);
+        let decodes = step.decodes.iter().map(|part| &sequences[part.sequence.0]);
         let are_plain = write_decodes(self.plan, decodes, self.limits);
-        for key in &step.chunks {
-            write_chunk(self.plan, &sequences[key.0], self.limits);
+        for part in &step.chunks {
+            write_chunk(self.plan, &sequences[part.sequence.0], self.limits);
         }
-        let all = || step.decodes.iter().chain(&step.chunks);
-        for key in all() {
-            write_table(self.plan, &sequences[key.0]);
+        for part in step.parts() {
+            write_table(self.plan, &sequences[part.sequence.0]);
         }
-        let num_sampled = if are_plain { step.decodes.len() } else { 0 };
-        for (at, key) in all().enumerate().skip(num_sampled) {
-            let sequence = &sequences[key.0];
-            write_samples(self.plan, at, sequence);
-            let scores = sequence.scores();
-            if !scores.is_empty() {
-                let request = &self.ledger.requests[sequence.request.0].request;
-                write_scores(self.plan, at, sequence, scores, &request.sampling);
+        let num_plain = if are_plain { step.decodes.len() } else { 0 };
+        let parts = step.decodes.iter_mut().chain(&mut step.chunks);
+        for (at, part) in parts.enumerate() {
+            let sequence = &mut self.ledger.sequences[part.sequence.0];
+            part.num_samples = sequence.num_samples() as u32;
+            if at >= num_plain {
+                write_samples(self.plan, at, sequence);
+                let scores = sequence.scores();
+                if !scores.is_empty() {
+                    part.num_scores = scores.len() as u32;
+                    let request = &self.ledger.requests[sequence.request.0].request;
+                    write_scores(self.plan, at, sequence, scores, &request.sampling);
+                }
             }
+            sequence.launch();
         }
         step.shape = self.plan.shape();
         let num_tokens = self.plan.token_ids.len();

@@ -3,7 +3,11 @@
 //! Its phase follows from counters and is stored nowhere: it is prefilling while more than one token
 //! is left to compute, decoding when one is, and its next token can be sampled when the step computes
 //! the last. (A step may have sampled several tokens; those are computed as a prefill chunk is.) It owns
-//! its blocks and its row; dropping it gives both back.
+//! its blocks and its row; dropping it gives both back, so it stays until no step in flight has it.
+//!
+//! Where it is planned while steps of it are in flight (run-ahead), it counts as if they had landed: what
+//! they compute is computed, and if that is all there is, a token that only the executor knows is
+//! expected after it.
 //!
 //! A request with `n` answers starts as one sequence that computes the prompt once and holds the rows
 //! of its unborn siblings; they fork off it at the first output, which is sampled `n` times from one
@@ -12,6 +16,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::iteration::flight::Part;
 use crate::iteration::rows::Row;
 use crate::iteration::tally::Payer;
 use crate::memory::blocks::{BlockCopy, BlockTable, OutOfBlocks};
@@ -74,7 +79,7 @@ pub(crate) struct Sequence {
     pub(crate) tokens: Vec<u32>,
     /// Tokens whose K and V are in the table's blocks.
     pub(crate) num_computed_tokens: u32,
-    /// Tokens that the step being planned, or in flight, computes.
+    /// Tokens that the step being planned computes.
     pub(crate) num_scheduled_tokens: u32,
     pub(crate) request: RequestKey,
     /// How it is done while it stays until all of its batch are.
@@ -86,8 +91,8 @@ pub(crate) struct Sequence {
     /// Prompt tokens whose successor's log-probability is asked for, from the start: all but the last,
     /// or none.
     pub(crate) num_tokens_to_score: u32,
-    /// Those of them that were told of.
-    pub(crate) num_scored_tokens: u32,
+    /// Tokens that the steps in flight compute.
+    pub(crate) num_in_flight_tokens: u32,
     /// Full blocks, from the start, that the prefix cache was told of.
     pub(crate) num_published_blocks: u32,
 
@@ -97,10 +102,13 @@ pub(crate) struct Sequence {
     pub(crate) leaf: FlowKey,
     /// Siblings that fork off at the first output, also while there are no rows for them.
     pub(crate) num_unborn: u32,
-    /// Ended while its step is in flight: leaves when that is committed.
+    /// Ended while steps of it are in flight: leaves when the last of them has landed.
     pub(crate) ended: bool,
     /// Has siblings, so its last block may be theirs too.
     pub(crate) may_share_last_block: bool,
+    /// A step has sampled several tokens of it, so it is not known what a step ahead would compute.
+    pub(crate) waits_for_samples: bool,
+
     pub(crate) text: TextState,
     pub(crate) ending: Ending,
     /// The last of `tokens`.
@@ -136,6 +144,8 @@ pub(crate) struct Sequence {
     pub(crate) joined_at_step: u64,
     /// Blocks, from the start, that were somebody else's before they were its own too.
     pub(crate) num_shared_blocks: u32,
+    /// Tokens to score that were told of.
+    pub(crate) num_scored_tokens: u32,
     /// Its life since it took memory.
     pub(crate) life: Option<Life>,
     /// Runs ahead of a head that did not fit when it joined, on the promise to be out of its way in time.
@@ -176,9 +186,11 @@ impl Sequence {
             tokens: new.prompt,
             num_computed_tokens: 0,
             num_scheduled_tokens: 0,
+            num_in_flight_tokens: 0,
             num_tokens_to_score: new.num_tokens_to_score,
             num_scored_tokens: 0,
             num_published_blocks: 0,
+            waits_for_samples: false,
             table: new.table,
             row: None,
             sibling_rows: Vec::new(),
@@ -224,9 +236,43 @@ impl Sequence {
         self.num_tokens() - self.num_prompt_tokens
     }
 
-    /// Tokens whose K and V are still to be computed; at least one.
+    /// Tokens whose K and V are in the table's blocks when the steps in flight have landed.
+    pub(crate) fn num_planned_tokens(&self) -> u32 {
+        self.num_computed_tokens + self.num_in_flight_tokens
+    }
+
+    /// Tokens that it has when the steps in flight have landed: one more than it has now where they
+    /// compute all that it has.
+    pub(crate) fn num_expected_tokens(&self) -> u32 {
+        self.num_tokens() + u32::from(self.num_planned_tokens() == self.num_tokens())
+    }
+
+    /// Tokens whose K and V are still to be computed, then; at least one.
     pub(crate) fn num_remaining_tokens(&self) -> u32 {
-        self.num_tokens() - self.num_computed_tokens
+        self.num_expected_tokens() - self.num_planned_tokens()
+    }
+
+    /// Index of the output that it has next, then.
+    pub(crate) fn next_output_index(&self) -> u32 {
+        self.num_expected_tokens() - self.num_prompt_tokens
+    }
+
+    /// Whether steps of it are in flight.
+    pub(crate) fn is_in_flight(&self) -> bool {
+        self.num_in_flight_tokens > 0
+    }
+
+    /// Whether another step may be planned of it now. While steps of it are in flight, not if it ends by
+    /// their results for sure, or if what comes next cannot be known without them.
+    pub(crate) fn may_be_planned(&self) -> bool {
+        if !self.is_in_flight() {
+            return true;
+        }
+        let samples = self.num_expected_tokens() > self.num_tokens();
+        let ends_by_length = self.num_output_tokens() + 1 >= self.ending.max_tokens;
+        !self.ended
+            && !self.waits_for_samples
+            && !(samples && (ends_by_length || self.num_unborn > 0))
     }
 
     /// Whether it runs by leave of a head that does not fit since step `since`.
@@ -234,9 +280,16 @@ impl Sequence {
         self.is_guest && self.joined_at_step >= since
     }
 
+    /// Whether it has become something else than a step took for granted that was planned ahead: it was to
+    /// compute its last token with it, or not.
+    pub(crate) fn has_other_tokens_than(&self, part: &Part) -> bool {
+        let is_last = self.num_computed_tokens + part.num_tokens == self.num_tokens();
+        is_last != (part.num_samples > 0)
+    }
+
     /// Whether the scheduled tokens are the last before the next sample.
     pub(crate) fn completes(&self) -> bool {
-        self.num_computed_tokens + self.num_scheduled_tokens == self.num_tokens()
+        self.num_planned_tokens() + self.num_scheduled_tokens == self.num_expected_tokens()
     }
 
     /// Samples that its scheduled tokens lead to.
@@ -256,9 +309,14 @@ impl Sequence {
     /// Positions of the prompt tokens that its scheduled tokens score. What was told of before a
     /// preemption is computed again, but not scored again.
     pub(crate) fn scores(&self) -> Range<u32> {
-        let computed = self.num_computed_tokens + self.num_scheduled_tokens;
-        let begin = self.num_scored_tokens;
-        begin..computed.min(self.num_tokens_to_score).max(begin)
+        let to_score = self.num_tokens_to_score;
+        if to_score == 0 {
+            return 0..0;
+        }
+        let planned = self.num_planned_tokens();
+        let begin = self.num_scored_tokens.max(planned.min(to_score));
+        let end = planned + self.num_scheduled_tokens;
+        begin..end.min(to_score).max(begin)
     }
 
     /// Rows it needs to run.
@@ -283,23 +341,41 @@ impl Sequence {
         !self.may_share_last_block && self.num_missing_tokens(block_size) == 0
     }
 
+    /// The same, told by a look at the blocks where that must be.
+    pub(crate) fn is_writable(&self, block_size: u32) -> bool {
+        let first = self.num_planned_tokens() / block_size;
+        self.num_missing_tokens(block_size) == 0 && !self.table.is_shared(first as usize)
+    }
+
     fn num_missing_tokens(&self, block_size: u32) -> u32 {
         let num_blocks = self.table.blocks().len() as u32;
-        self.num_tokens().saturating_sub(num_blocks * block_size)
+        let num_tokens = self.num_expected_tokens();
+        num_tokens.saturating_sub(num_blocks * block_size)
     }
 
     /// Makes the slots of all its tokens writable: fresh blocks, and an own copy of a shared one.
     pub(crate) fn make_room(&mut self, block_size: u32) -> Result<Option<BlockCopy>, OutOfBlocks> {
         let missing_tokens = self.num_missing_tokens(block_size);
-        let first = self.num_computed_tokens / block_size;
+        let first = self.num_planned_tokens() / block_size;
         self.table
             .grow_for_writing(first as usize, missing_tokens.div_ceil(block_size))
     }
 
-    /// Moves the scheduled tokens to the computed ones and makes blocks that became full findable.
-    pub(crate) fn advance(&mut self, block_size: u32, prefix_caching: bool) {
-        self.num_scored_tokens = self.scores().end;
-        self.num_computed_tokens += std::mem::take(&mut self.num_scheduled_tokens);
+    /// Hands the scheduled tokens over to the executor.
+    pub(crate) fn launch(&mut self) {
+        self.num_in_flight_tokens += std::mem::take(&mut self.num_scheduled_tokens);
+    }
+
+    /// A step with so many of its tokens has landed.
+    pub(crate) fn land(&mut self, num_tokens: u32) {
+        self.num_in_flight_tokens -= num_tokens;
+    }
+
+    /// Counts the tokens of a step that has landed among the computed ones, and makes blocks that became
+    /// full findable.
+    pub(crate) fn advance(&mut self, num_tokens: u32, block_size: u32, prefix_caching: bool) {
+        self.land(num_tokens);
+        self.num_computed_tokens += num_tokens;
         if !prefix_caching {
             return;
         }
@@ -342,6 +418,8 @@ impl Sequence {
             num_prompt_tokens: self.num_prompt_tokens,
             num_computed_tokens: self.num_computed_tokens,
             num_scheduled_tokens: 0,
+            num_in_flight_tokens: 0,
+            waits_for_samples: self.waits_for_samples,
             num_tokens_to_score: self.num_tokens_to_score,
             num_scored_tokens: self.num_scored_tokens,
             num_published_blocks: self.num_published_blocks,

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::config::Limits;
-use crate::iteration::plan::StepPlan;
+use crate::iteration::plan::{SOURCE_ID, SOURCE_LAST_SAMPLED, StepPlan};
 use crate::iteration::rows::Row;
 use crate::iteration::sequence::Sequence;
 use crate::request::{Request, SamplingParams};
@@ -96,14 +96,15 @@ pub(crate) fn write_decodes<'a>(
     let places = places.zip(plan.token_ids.iter_mut().zip(&mut plan.slot_mapping));
     let places = places.zip(&mut plan.sample_output_indices);
     let mut are_plain = true;
-    for (sequence, (((row, seq_len), (token, slot)), output_index)) in decodes.zip(places) {
+    for (at, (sequence, place)) in decodes.zip(places).enumerate() {
+        let (((row, seq_len), (token, slot)), output_index) = place;
         debug_assert_eq!(sequence.num_scheduled_tokens, 1);
-        let position = sequence.num_computed_tokens;
+        let position = sequence.num_planned_tokens();
         *row = row_of(sequence);
         *seq_len = position as i32 + 1;
-        *token = sequence.token(position) as i32;
+        *token = token_of(sequence, position, at, &mut plan.token_sources);
         *slot = slot_of(sequence, position, block_size);
-        *output_index = sequence.num_output_tokens() as i32;
+        *output_index = sequence.next_output_index() as i32;
         are_plain &= sequence.num_samples() == 1 && sequence.scores().is_empty();
     }
     let last = plan.seq_lens.iter().map(|&seq_len| seq_len - 1);
@@ -120,12 +121,14 @@ pub(crate) fn write_decodes<'a>(
 
 /// Writes the tokens of a prefill chunk.
 pub(crate) fn write_chunk(plan: &mut StepPlan, sequence: &Sequence, limits: &Limits) {
-    let begin = sequence.num_computed_tokens;
+    let begin = sequence.num_planned_tokens();
     let end = begin + sequence.num_scheduled_tokens;
     plan.rows.push(row_of(sequence));
     plan.seq_lens.push(end as i32);
     for position in begin..end {
-        plan.token_ids.push(sequence.token(position) as i32);
+        let at = plan.token_ids.len();
+        let token = token_of(sequence, position, at, &mut plan.token_sources);
+        plan.token_ids.push(token);
         plan.positions.push(position as i32);
         let slot = slot_of(sequence, position, limits.block_size());
         plan.slot_mapping.push(slot);
@@ -139,6 +142,17 @@ fn row_of(sequence: &Sequence) -> i32 {
     row
 }
 
+/// The id of the token at `position`, which is number `at` of the plan; 0 where a step in flight samples it:
+/// the executor has it.
+fn token_of(sequence: &Sequence, position: u32, at: usize, sources: &mut Vec<u8>) -> i32 {
+    if position < sequence.num_tokens() {
+        return sequence.token(position) as i32;
+    }
+    sources.resize(at, SOURCE_ID);
+    sources.push(SOURCE_LAST_SAMPLED);
+    0
+}
+
 fn slot_of(sequence: &Sequence, position: u32, block_size: u32) -> i64 {
     let block = sequence.table.blocks()[(position / block_size) as usize];
     i64::from(block.as_i32()) * i64::from(block_size) + i64::from(position % block_size)
@@ -148,7 +162,7 @@ fn slot_of(sequence: &Sequence, position: u32, block_size: u32) -> i64 {
 pub(crate) fn write_samples(plan: &mut StepPlan, at: usize, sequence: &Sequence) {
     if sequence.completes() {
         let last = plan.query_start_loc[at + 1] - 1;
-        let output_index = sequence.num_output_tokens() as i32;
+        let output_index = sequence.next_output_index() as i32;
         for row in sequence.row.iter().chain(&sequence.sibling_rows) {
             plan.logits_indices.push(last);
             plan.sample_rows.push(row.as_i32());
@@ -175,7 +189,7 @@ pub(crate) fn write_scores(
     let first = plan.query_start_loc[at] as u32;
     let num_best = sampling.prompt_logprobs.unwrap_or(0) as i32;
     for position in positions {
-        let index = first + position - sequence.num_computed_tokens;
+        let index = first + position - sequence.num_planned_tokens();
         let next = sequence.tokens[position as usize + 1];
         plan.score_indices.push(index as i32);
         plan.score_token_ids.push(next as i32);

@@ -242,7 +242,13 @@ impl Storyteller {
 
     fn scheduled(&mut self, now: Time, planned: bool, replayer: &Replayer) {
         let admitted = self.look_at_the_admitted(now, replayer);
-        let progress = replayer.engine().progress(self.id);
+        let mut progress = replayer.engine().progress(self.id);
+        if !planned {
+            // It has no tokens in this step, though it may have some in one that is in flight.
+            for part in &mut progress {
+                part.num_computed_tokens += std::mem::take(&mut part.num_scheduled_tokens);
+            }
+        }
         if planned {
             let plan = replayer.plan();
             let view = StepView {
@@ -361,6 +367,10 @@ impl Storyteller {
             return;
         };
         view.duration_us = now.0 - view.start_us;
+        if let Some((next, _)) = self.in_flight.front_mut() {
+            // It was planned ahead, and has the executor to itself from now on.
+            next.start_us = now.0;
+        }
         for silence in self.silences.values_mut() {
             silence.steps += 1;
             silence.steps_with_it += u32::from(has_it);

@@ -8,7 +8,7 @@
 //! An iteration allocates nothing, but for the growth of the log.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BinaryHeap, VecDeque};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
@@ -35,8 +35,14 @@ enum Event {
     Retry(u32),
     /// A client gives up.
     Abort(u32),
-    /// The step in flight is done.
+    /// The oldest step in flight is done.
     StepEnd,
+}
+
+/// A step that was launched.
+struct Flight {
+    plan: StepPlan,
+    iteration: Iteration,
 }
 
 pub(crate) struct World<'a> {
@@ -48,10 +54,12 @@ pub(crate) struct World<'a> {
     num_events: u64,
     next_arrival: usize,
     noise: Random,
-    plan: StepPlan,
+    /// Plans that are not in flight.
+    spare: Vec<StepPlan>,
     results: StepResults,
     batch: OutputBatch,
-    in_flight: Option<Iteration>,
+    /// Steps that the executor has, the oldest first: that one runs.
+    in_flight: VecDeque<Flight>,
     /// Which request has a row of the executor.
     row_requests: Vec<u32>,
     clients: Clients<'a>,
@@ -70,7 +78,9 @@ impl<'a> World<'a> {
         let engine = Engine::new(&settings, vocabulary())?;
         let rows = settings.max_num_seqs as usize;
         let mut world = Self {
-            plan: StepPlan::new(engine.limits()),
+            spare: (0..settings.max_in_flight_steps)
+                .map(|_| StepPlan::new(engine.limits()))
+                .collect(),
             engine,
             now_us: 0,
             events: BinaryHeap::new(),
@@ -79,7 +89,7 @@ impl<'a> World<'a> {
             noise: Random::new(config.seed, Cause::Noise),
             results: StepResults::default(),
             batch: OutputBatch::default(),
-            in_flight: None,
+            in_flight: VecDeque::new(),
             row_requests: vec![0; rows],
             clients: Clients::new(config, workload),
             preemptions: 0,
@@ -110,12 +120,14 @@ impl<'a> World<'a> {
                 self.engine.on_time(Time(now_us));
             }
             self.receive();
-            if let Some(iteration) = ended
-                && self.observe(&iteration, &mut observe).is_break()
-            {
-                return Ok(self.into_outcome());
+            if let Some(flight) = ended {
+                let flow = self.observe(&flight, &mut observe);
+                self.spare.push(flight.plan);
+                if flow.is_break() {
+                    return Ok(self.into_outcome());
+                }
             }
-            self.start_step();
+            self.start_steps();
             self.receive();
         }
         let live = self.engine.metrics().live;
@@ -215,12 +227,18 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Lets the engine decide, and the executor start what it decided.
-    fn start_step(&mut self) {
-        if self.in_flight.is_some() || !self.engine.schedule(Time(self.now_us), &mut self.plan) {
-            return;
+    /// Lets the engine decide as far ahead as it may, and the executor have what it decided.
+    fn start_steps(&mut self) {
+        while let Some(mut plan) = self.spare.pop() {
+            if !self.engine.schedule(Time(self.now_us), &mut plan) {
+                self.spare.push(plan);
+                return;
+            }
+            self.start_step(plan);
         }
-        let plan = &self.plan;
+    }
+
+    fn start_step(&mut self, plan: StepPlan) {
         for (row, ints) in plan.resets.rows.iter().zip(&plan.resets.ints) {
             self.row_requests[*row as usize] = ints[1] as u32;
         }
@@ -229,7 +247,7 @@ impl<'a> World<'a> {
         let profile = &self.config.profile;
         let iteration = Iteration {
             start_us: self.now_us,
-            duration_us: profile.duration_us(plan, padding, &mut self.noise),
+            duration_us: profile.duration_us(&plan, padding, &mut self.noise),
             num_decodes: plan.num_decodes as u32,
             prefill_tokens: (plan.num_tokens() - plan.num_decodes) as u32,
             sequences: plan.num_seqs() as u32,
@@ -239,27 +257,35 @@ impl<'a> World<'a> {
             preemptions: (metrics.preemptions - self.preemptions) as u32,
         };
         self.preemptions = metrics.preemptions;
-        self.in_flight = Some(iteration);
-        self.expect(self.now_us + iteration.duration_us, Event::StepEnd);
+        self.in_flight.push_back(Flight { plan, iteration });
+        if self.in_flight.len() == 1 {
+            self.expect(self.now_us + iteration.duration_us, Event::StepEnd);
+        }
     }
 
-    /// Commits what the step sampled.
-    fn end_step(&mut self) -> Option<Iteration> {
-        let iteration = self.in_flight.take()?;
+    /// Commits what the oldest step sampled; the next one begins.
+    fn end_step(&mut self) -> Option<Flight> {
+        let flight = self.in_flight.pop_front()?;
+        let Flight { plan, iteration } = &flight;
+        if let Some(next) = self.in_flight.front_mut() {
+            next.iteration.start_us = self.now_us;
+            let end_us = self.now_us + next.iteration.duration_us;
+            self.expect(end_us, Event::StepEnd);
+        }
         let costs = self.config.profile.coefficients();
         let time_us = iteration.duration_us as f64;
-        let shares = StepShares::new(&costs, &self.plan.shape(), time_us);
-        self.clients.charge(&self.plan, &shares, &self.row_requests);
-        self.sample();
+        let shares = StepShares::new(&costs, &plan.shape(), time_us);
+        self.clients.charge(plan, &shares, &self.row_requests);
+        self.sample(plan);
         self.engine
-            .commit(Time(self.now_us), self.plan.step, &self.results)
+            .commit(Time(self.now_us), plan.step, &self.results)
             .expect("the results were made for this very plan");
-        Some(iteration)
+        Some(flight)
     }
 
     /// The model: filler, until the answer has its true length.
-    fn sample(&mut self) {
-        let (plan, results) = (&self.plan, &mut self.results);
+    fn sample(&mut self, plan: &StepPlan) {
+        let results = &mut self.results;
         results.token_ids.clear();
         let outputs = plan.sample_rows.iter().zip(&plan.sample_output_indices);
         results.token_ids.extend(outputs.map(|(&row, &index)| {
@@ -277,10 +303,11 @@ impl<'a> World<'a> {
         results.statuses.resize(plan.num_seqs(), STATUS_OK);
     }
 
-    fn observe<F>(&mut self, iteration: &Iteration, observe: &mut F) -> ControlFlow<()>
+    fn observe<F>(&mut self, flight: &Flight, observe: &mut F) -> ControlFlow<()>
     where
         F: FnMut(&Engine, &IterationView<'_>) -> ControlFlow<()>,
     {
+        let Flight { plan, iteration } = flight;
         self.outcome.iterations.push(*iteration);
         let count = self.outcome.iterations.len();
         if let Some(interval) = self.config.service_interval
@@ -290,7 +317,7 @@ impl<'a> World<'a> {
         }
         let view = IterationView {
             iteration,
-            plan: &self.plan,
+            plan,
             services: &self.clients.services,
         };
         observe(&self.engine, &view)

@@ -7,9 +7,9 @@ use chairlift_core::config::memory::Backfill;
 use chairlift_core::config::policy::{Policy, Sharing, TenantSettings};
 use chairlift_core::request::{NewRequest, RequestId, WaitReason};
 
-use crate::harness::{Harness, Random, exact};
-use crate::levels::two_levels;
-use crate::scenarios::settings;
+use super::harness::{Harness, Random, exact};
+use super::levels::two_levels;
+use super::scenarios::settings;
 
 /// Output tokens that every answer is expected to have, once [`taught`].
 const EXPECTED: u32 = 8;

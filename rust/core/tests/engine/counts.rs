@@ -6,8 +6,8 @@ use chairlift_core::error::{REJECTION_CODES, SubmitError};
 use chairlift_core::metrics::{GroupMetrics, ITERATION_BOUNDS_US, bucket};
 use chairlift_core::request::RequestId;
 
-use crate::harness::{Harness, exact, ticket, ticket_for};
-use crate::scenarios::settings;
+use super::harness::{Harness, exact, ticket, ticket_for};
+use super::scenarios::settings;
 
 fn engine() -> Harness {
     let classes = ["chat", "bulk"].map(ClassSettings::new);

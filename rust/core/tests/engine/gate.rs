@@ -8,9 +8,9 @@ use chairlift_core::error::SubmitError;
 use chairlift_core::request::WaitReason;
 use chairlift_core::request::{Finish, NewRequest, RequestId, Ticket};
 
-use crate::harness::{Harness, exact, ticket_for};
-use crate::levels::two_levels;
-use crate::scenarios::settings;
+use super::harness::{Harness, exact, ticket_for};
+use super::levels::two_levels;
+use super::scenarios::settings;
 
 pub const SECOND: u64 = 1_000_000;
 

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use chairlift_core::config::Settings;
 use chairlift_core::iteration::plan::StepPlan;
 
-use crate::harness::{Harness, request};
+use super::harness::{Harness, request};
 
 /// The plan as text: one line a sequence, `row: positions -> slots | blocks`, samples marked `*`.
 fn render(plan: &StepPlan) -> String {

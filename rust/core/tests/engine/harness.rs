@@ -4,15 +4,18 @@
 //! the copies, and reads each sampled sequence's whole history back through its block table; the next
 //! token is a function of that history. So any block that is shared, reused or copied wrongly shows as
 //! a wrong token. The client knows from the prompt alone which tokens must come.
+//!
+//! Steps are executed one after the other, when they are committed; what was launched ahead takes the
+//! tokens that it does not know from what its rows sampled last.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use chairlift_core::Vocabulary;
 use chairlift_core::config::Settings;
 use chairlift_core::error::SubmitError;
 use chairlift_core::iteration::commit::{STATUS_FAILED, STATUS_OK, StepResults};
-use chairlift_core::iteration::plan::StepPlan;
+use chairlift_core::iteration::plan::{SOURCE_ID, SOURCE_LAST_SAMPLED, StepPlan};
 use chairlift_core::output::{Event, OutputBatch, TokenLogprob};
 use chairlift_core::record::RecordedEngine;
 use chairlift_core::request::{
@@ -146,10 +149,28 @@ pub struct Client {
     pub ended: u32,
 }
 
+trait PushSample {
+    fn push_sample(&mut self, tokens: &[u32], logprobs: &[TokenLogprob]);
+}
+
+impl PushSample for StepResults {
+    fn push_sample(&mut self, tokens: &[u32], logprobs: &[TokenLogprob]) {
+        self.token_ids.extend(tokens);
+        self.logprobs.extend(logprobs);
+        self.token_offsets.push(self.token_ids.len() as u32);
+        self.logprob_offsets.push(self.logprobs.len() as u32);
+    }
+}
+
 pub struct Harness {
     pub engine: RecordedEngine,
     pub settings: Settings,
+    /// The last plan.
     pub plan: StepPlan,
+    /// Plans that were launched and have not landed, the oldest first.
+    pub in_flight: VecDeque<StepPlan>,
+    /// The plan that landed last.
+    pub landed: StepPlan,
     pub clients: BTreeMap<RequestId, Client>,
     pub now: Time,
     /// Rows that fail in the next step.
@@ -157,18 +178,32 @@ pub struct Harness {
     /// Most tokens that a sample returns; how many it does depends on the history.
     pub most_tokens_per_sample: u32,
     slots: Vec<Option<u32>>,
-    /// By row: child, log-probabilities wanted.
-    rows: Vec<[i64; 2]>,
+    rows: Vec<ExecutorRow>,
+    /// By row, the seed of the request that was planned there last.
+    planned: Vec<u64>,
+}
+
+/// What the executor keeps of a row.
+#[derive(Clone, Copy, Debug, Default)]
+struct ExecutorRow {
+    child: u32,
+    /// Log-probabilities wanted; -1: none.
+    num_best: i64,
+    last_sampled: u32,
+    /// A step of it has failed, so there is no telling what its sequence is.
+    is_broken: bool,
 }
 
 impl Harness {
     pub fn new(settings: Settings) -> Self {
+        let settings = in_flight(settings);
         let engine = RecordedEngine::new(&settings, vocabulary(settings.vocab_size));
         Self::with_engine(settings, engine.expect("settings"))
     }
 
     /// The same, with a flight recorder.
     pub fn recorded(settings: Settings) -> Self {
+        let settings = in_flight(settings);
         let vocabulary = vocabulary(settings.vocab_size);
         let engine = RecordedEngine::recorded(&settings, vocabulary, "a test");
         Self::with_engine(settings, engine.expect("settings"))
@@ -178,7 +213,10 @@ impl Harness {
         let slots = settings.num_kv_blocks * settings.block_size;
         Self {
             plan: StepPlan::new(engine.limits()),
-            rows: vec![[-1; 2]; settings.max_num_seqs as usize],
+            in_flight: VecDeque::new(),
+            landed: StepPlan::default(),
+            rows: vec![ExecutorRow::default(); settings.max_num_seqs as usize],
+            planned: vec![0; settings.max_num_seqs as usize],
             slots: vec![None; slots as usize],
             clients: BTreeMap::new(),
             now: Time(0),
@@ -212,7 +250,9 @@ impl Harness {
     }
 
     /// Submits on a place that was reserved, if the gate lets it in.
-    pub fn try_submit_reserved(&mut self, request: NewRequest) -> Result<(), SubmitError> {
+    pub fn try_submit_reserved(&mut self, mut request: NewRequest) -> Result<(), SubmitError> {
+        // The seed tells whose a row is.
+        request.sampling.seed = request.id.0;
         self.engine.submit(self.now, request.clone())?;
         let answers = vec![Answer::default(); request.sampling.n as usize];
         let client = Client {
@@ -234,18 +274,46 @@ impl Harness {
     pub fn schedule(&mut self) -> bool {
         self.now.0 += 10;
         let before = plan_pointers(&self.plan);
+        let preemptions = self.engine.metrics().preemptions;
         let scheduled = self.engine.schedule(self.now, &mut self.plan);
+        let preempted = self.engine.metrics().preemptions > preemptions;
+        let is_ahead = !self.in_flight.is_empty();
+        assert!(!(is_ahead && preempted), "what a victim has is in use");
         assert_eq!(before, plan_pointers(&self.plan), "plan memory moved");
         if scheduled {
             self.check_plan();
+            self.check_ahead();
+            self.in_flight.push_back(self.plan.clone());
         }
         self.receive();
         scheduled
     }
 
-    /// What the executor returns for the plan.
+    /// The plan that lands next.
+    pub fn oldest(&self) -> &StepPlan {
+        self.in_flight.front().unwrap_or(&self.plan)
+    }
+
+    /// What the executor returns for the oldest plan in flight, or else for the last one again. May be
+    /// asked for several times.
     pub fn execute(&mut self) -> StepResults {
-        let plan = &self.plan;
+        let Some(mut plan) = self.in_flight.pop_front() else {
+            return self.run_plan(&self.plan.clone());
+        };
+        for index in 0..plan.num_tokens() {
+            if plan.token_sources[index] == SOURCE_LAST_SAMPLED {
+                let row = plan.rows[sequence_of(&plan, index as i32)];
+                let token = self.rows[row as usize].last_sampled;
+                plan.token_ids[index] = token as i32;
+                plan.token_sources[index] = SOURCE_ID;
+            }
+        }
+        let results = self.run_plan(&plan);
+        self.in_flight.push_front(plan);
+        results
+    }
+
+    fn run_plan(&mut self, plan: &StepPlan) -> StepResults {
         let block_size = self.settings.block_size as usize;
         for &[source, destination] in &plan.block_copies {
             let (source, destination) = (source as usize, destination as usize);
@@ -255,7 +323,11 @@ impl Harness {
             }
         }
         for (row, ints) in plan.resets.rows.iter().zip(&plan.resets.ints) {
-            self.rows[*row as usize] = [ints[2], ints[3]];
+            self.rows[*row as usize] = ExecutorRow {
+                child: ints[2] as u32,
+                num_best: ints[3],
+                ..ExecutorRow::default()
+            };
         }
         for (&slot, &token) in plan.slot_mapping.iter().zip(&plan.token_ids) {
             self.slots[slot as usize] = Some(token as u32);
@@ -266,19 +338,34 @@ impl Harness {
             prompt_logprob_offsets: vec![0],
             ..StepResults::default()
         };
+        let is_broken = |row: i32| self.rows[row as usize].is_broken;
+        let broken: Vec<i32> = plan
+            .rows
+            .iter()
+            .copied()
+            .filter(|&row| is_broken(row))
+            .collect();
         for (&logit, &row) in plan.logits_indices.iter().zip(&plan.sample_rows) {
-            let [child, num_best] = self.rows[row as usize];
-            self.sample(logit, child as u32, num_best, &mut results);
+            if broken.contains(&plan.rows[sequence_of(plan, logit)]) {
+                results.push_sample(&[0], &[]);
+                continue;
+            }
+            let (tokens, logprobs) = self.sample(plan, logit, self.rows[row as usize]);
+            self.rows[row as usize].last_sampled = tokens[tokens.len() - 1];
+            results.push_sample(&tokens, &logprobs);
         }
         let asked = plan.score_token_ids.iter().zip(&plan.score_num_best);
         for (&index, (&token, &num_best)) in plan.score_indices.iter().zip(asked) {
-            let entries = candidates(&self.history(index), token as u32, num_best as u32);
-            results.prompt_logprobs.extend(entries);
+            if !broken.contains(&plan.rows[sequence_of(plan, index)]) {
+                let history = self.history(plan, index);
+                let entries = candidates(&history, token as u32, num_best as u32);
+                results.prompt_logprobs.extend(entries);
+            }
             let end = results.prompt_logprobs.len() as u32;
             results.prompt_logprob_offsets.push(end);
         }
         let status = |row| {
-            if self.failing_rows.contains(row) {
+            if self.failing_rows.contains(row) || broken.contains(row) {
                 STATUS_FAILED
             } else {
                 STATUS_OK
@@ -289,28 +376,30 @@ impl Harness {
         results
     }
 
-    /// One or more tokens after that at `index` of the plan.
-    fn sample(&self, index: i32, child: u32, num_best: i64, results: &mut StepResults) {
-        let mut history = self.history(index);
+    /// One or more tokens after that at `index` of the plan, and their log-probabilities.
+    fn sample(
+        &self,
+        plan: &StepPlan,
+        index: i32,
+        row: ExecutorRow,
+    ) -> (Vec<u32>, Vec<TokenLogprob>) {
+        let mut history = self.history(plan, index);
         let count = 1 + next_token(&history, 99, self.most_tokens_per_sample);
+        let (mut tokens, mut logprobs) = (Vec::new(), Vec::new());
         for _ in 0..count {
-            let token = next_token(&history, child, self.settings.vocab_size);
-            results.token_ids.push(token);
-            if let Ok(num_best) = u32::try_from(num_best) {
-                results
-                    .logprobs
-                    .extend(candidates(&history, token, num_best));
+            let token = next_token(&history, row.child, self.settings.vocab_size);
+            tokens.push(token);
+            if let Ok(num_best) = u32::try_from(row.num_best) {
+                logprobs.extend(candidates(&history, token, num_best));
             }
             history.push(token);
         }
-        results.token_offsets.push(results.token_ids.len() as u32);
-        results.logprob_offsets.push(results.logprobs.len() as u32);
+        (tokens, logprobs)
     }
 
     /// Tokens up to that at `index` of the plan, read through its sequence's block table.
-    fn history(&self, index: i32) -> Vec<u32> {
-        let plan = &self.plan;
-        let sequence = plan.query_start_loc.partition_point(|&at| at <= index) - 1;
+    fn history(&self, plan: &StepPlan, index: i32) -> Vec<u32> {
+        let sequence = sequence_of(plan, index);
         let block_size = self.settings.block_size as usize;
         let begin = plan.block_table_offsets[sequence] as usize;
         (0..=plan.positions[index as usize] as usize)
@@ -321,31 +410,50 @@ impl Harness {
             .collect()
     }
 
+    /// The oldest step lands.
     pub fn commit(&mut self) {
         let results = self.execute();
         self.now.0 += 10;
+        let step = self.oldest().step;
         self.engine
-            .commit(self.now, self.plan.step, &results)
+            .commit(self.now, step, &results)
             .expect("results that fit");
+        self.landed = self.in_flight.pop_front().unwrap_or_default();
         self.receive();
     }
 
-    pub fn step(&mut self) -> bool {
-        let scheduled = self.schedule();
-        if scheduled {
-            self.commit();
+    /// The oldest step fails before it has computed anything.
+    pub fn fail_step(&mut self) {
+        let plan = self.in_flight.pop_front().expect("a step in flight");
+        for &row in &plan.rows {
+            self.rows[row as usize].is_broken = true;
         }
-        scheduled
+        self.engine.fail_step(self.now, plan.step);
+        self.receive();
+    }
+
+    /// The executor is gone.
+    pub fn fail_all(&mut self) {
+        self.engine.fail_all(self.now);
+        self.in_flight.clear();
+        self.receive();
+    }
+
+    /// Launches what may be launched, and lets the oldest step land; false if there is none.
+    pub fn step(&mut self) -> bool {
+        self.step_in(10)
     }
 
     /// A step whose iteration takes `us` microseconds.
     pub fn step_in(&mut self, us: u64) -> bool {
-        let scheduled = self.schedule();
-        if scheduled {
-            self.now.0 += us - 10;
-            self.commit();
+        let most = self.settings.max_in_flight_steps as usize;
+        while self.in_flight.len() < most && self.schedule() {}
+        if self.in_flight.is_empty() {
+            return false;
         }
-        scheduled
+        self.now.0 += us - 10;
+        self.commit();
+        true
     }
 
     /// Microseconds pass, and the timers know.
@@ -523,6 +631,104 @@ impl Harness {
             assert_eq!(last + 1, plan.seq_lens[position]);
         }
     }
+}
+
+/// The settings with as many steps in flight as these tests are about.
+fn in_flight(settings: Settings) -> Settings {
+    Settings {
+        max_in_flight_steps: super::STEPS_IN_FLIGHT,
+        ..settings
+    }
+}
+
+/// Whether a step is planned before the results of the one before are known. Then an engine does not
+/// promise all that it does otherwise: that every running decode gets its token in every iteration, that
+/// memory and rows are used again in the next one, and that who must be preempted is at once.
+pub fn runs_ahead() -> bool {
+    super::STEPS_IN_FLIGHT > 1
+}
+
+impl Harness {
+    /// What a plan promises that was made while others are in flight.
+    fn check_ahead(&mut self) {
+        let plan = &self.plan;
+        for (row, ints) in plan.resets.rows.iter().zip(&plan.resets.ints) {
+            self.planned[*row as usize] = ints[1] as u64;
+        }
+        assert_eq!(plan.token_sources.len(), plan.num_tokens());
+        let sampled: BTreeSet<i32> = self
+            .in_flight
+            .iter()
+            .flat_map(|flight| flight.sample_rows.iter().copied())
+            .collect();
+        for (index, &source) in plan.token_sources.iter().enumerate() {
+            if source == SOURCE_LAST_SAMPLED {
+                let sequence = sequence_of(plan, index as i32);
+                assert!(sampled.contains(&plan.rows[sequence]), "nobody samples it");
+                assert!(sequence < plan.num_decodes, "it is all that is computed");
+            }
+        }
+        for (&row, &index) in plan.sample_rows.iter().zip(&plan.sample_output_indices) {
+            let id = RequestId(self.planned[row as usize]);
+            let Some(Client { request, .. }) = self.clients.get(&id) else {
+                continue;
+            };
+            let room = self.engine.limits().max_model_len() - request.prompt.len() as u32;
+            let most = request.stop.max_tokens.unwrap_or(room).min(room);
+            assert!((index as u32) < most, "{id} was planned beyond its length");
+        }
+        self.check_memory_in_flight();
+    }
+
+    /// Nothing is written that a step in flight touches for somebody else.
+    fn check_memory_in_flight(&self) {
+        let (plan, block_size) = (&self.plan, i64::from(self.settings.block_size));
+        for flight in &self.in_flight {
+            for row in &plan.resets.rows {
+                assert!(
+                    !flight.rows.contains(row),
+                    "row {row} is in step {}",
+                    flight.step
+                );
+            }
+            for index in 0..plan.num_tokens() {
+                let row = plan.rows[sequence_of(plan, index as i32)];
+                let block = (plan.slot_mapping[index] / block_size) as i32;
+                check_owner(flight, row, block);
+                let copied = flight.block_copies.as_flattened().contains(&block);
+                let is_newcomer = plan.resets.rows.contains(&row);
+                assert!(!(copied && is_newcomer), "step {} copies it", flight.step);
+            }
+            for &[_, written] in &plan.block_copies {
+                let mut tables = (0..plan.num_seqs()).map(|at| (plan.rows[at], table(plan, at)));
+                let owner = tables.find(|(_, blocks)| blocks.contains(&written));
+                check_owner(flight, owner.map_or(-1, |(row, _)| row), written);
+            }
+        }
+    }
+}
+
+/// Blocks of the sequence at `position` of a plan.
+fn table(plan: &StepPlan, position: usize) -> &[i32] {
+    let [begin, end] = [position, position + 1].map(|at| plan.block_table_offsets[at] as usize);
+    &plan.block_ids[begin..end]
+}
+
+/// A block that a plan writes for `row` is nobody else's in a step in flight.
+fn check_owner(flight: &StepPlan, row: i32, block: i32) {
+    for position in 0..flight.num_seqs() {
+        assert!(
+            flight.rows[position] == row || !table(flight, position).contains(&block),
+            "block {block} is written for row {row}, but step {} has it for row {}",
+            flight.step,
+            flight.rows[position],
+        );
+    }
+}
+
+/// Position of the sequence that a token of a plan belongs to.
+fn sequence_of(plan: &StepPlan, token: i32) -> usize {
+    plan.query_start_loc.partition_point(|&at| at <= token) - 1
 }
 
 impl Client {

@@ -1,5 +1,14 @@
 //! The scheduler, driven through its facade by a model executor that keeps its own KV memory.
 
+#![allow(
+    clippy::duplicate_mod,
+    reason = "the tests run twice: with one step in flight and with two"
+)]
+
+/// Steps in flight.
+pub const STEPS_IN_FLIGHT: u32 = 1;
+
+mod ahead;
 mod backfill;
 mod counts;
 mod fairness;

@@ -10,10 +10,10 @@ use chairlift_core::sim::{
     Cause, CostProfile, Random as Stream, SimConfig, SimRequest, Workload, simulate,
 };
 
-use crate::gate::SECOND;
-use crate::harness::{Harness, Random, exact, request, ticket, ticket_for};
-use crate::levels::two_levels;
-use crate::scenarios::settings;
+use super::gate::SECOND;
+use super::harness::{Harness, Random, exact, request, ticket, ticket_for};
+use super::levels::two_levels;
+use super::scenarios::settings;
 
 fn policy(admission: MemoryAdmission, overflow: f64) -> Policy {
     Policy {
@@ -141,7 +141,7 @@ fn ending(id: u64) -> NewRequest {
     let mut history = prompt.clone();
     let answer: Vec<u32> = (0..40)
         .map(|_| {
-            let token = crate::harness::next_token(&history, 0, 1_000);
+            let token = super::harness::next_token(&history, 0, 1_000);
             history.push(token);
             token
         })

@@ -6,8 +6,8 @@ use chairlift_core::config::Settings;
 use chairlift_core::config::policy::{ClassSettings, Join, Order, Policy, TenantSettings};
 use chairlift_core::request::{NewRequest, Time};
 
-use crate::harness::{Harness, exact};
-use crate::scenarios::settings;
+use super::harness::{Harness, exact};
+use super::scenarios::settings;
 
 /// One class, one row, which somebody has for a while.
 fn occupied(order: Order, ageing: f64) -> Harness {

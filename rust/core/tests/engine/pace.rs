@@ -9,7 +9,7 @@ use chairlift_core::predict::iteration_time::Coefficients;
 use chairlift_core::request::{RequestId, WaitReason};
 use chairlift_core::sim::{CostProfile, SimConfig, SimOutcome, SimRequest, Workload, simulate};
 
-use crate::harness::{Harness, exact, ticket_for};
+use super::harness::{Harness, exact, ticket_for};
 
 /// A prior that is wrong about everything: an iteration of [`CostProfile::GPU_8B`] takes twice as long.
 const WRONG: Coefficients = Coefficients {

@@ -4,10 +4,10 @@ use chairlift_core::config::Settings;
 use chairlift_core::config::policy::{ClassSettings, OnTimeout, Policy, Shedding};
 use chairlift_core::request::Finish;
 
-use crate::gate::{SECOND, engine};
-use crate::harness::{Harness, exact, ticket_for};
-use crate::levels::two_levels;
-use crate::scenarios::settings;
+use super::gate::{SECOND, engine};
+use super::harness::{Harness, exact, ticket_for};
+use super::levels::two_levels;
+use super::scenarios::settings;
 
 /// Ten tokens of prefill a second were measured, and so many prompts of 40 tokens wait.
 fn slow(policy: Policy, waiting: u64) -> Harness {

@@ -4,9 +4,9 @@ use chairlift_core::config::Settings;
 use chairlift_core::config::policy::Policy;
 use chairlift_core::request::NewRequest;
 
-use crate::harness::{Harness, exact};
-use crate::levels::two_levels;
-use crate::scenarios::settings;
+use super::harness::{Harness, exact};
+use super::levels::two_levels;
+use super::scenarios::settings;
 
 fn engine(num_kv_blocks: u32, policy: Policy) -> Harness {
     Harness::new(Settings {

@@ -11,7 +11,7 @@ use chairlift_core::request::WaitReason;
 use chairlift_core::request::{NewRequest, RequestId, Ticket, Time};
 use chairlift_core::text::{StopStrings, StopText};
 
-use crate::harness::{Harness, Random, request, ticket};
+use super::harness::{Harness, Random, request, runs_ahead, ticket};
 
 /// Steps of a run, and runs: 120,000 steps in all. `CHAIRLIFT_SOAK_RUNS` asks for more runs.
 const STEPS_PER_RUN: u32 = 6_000;
@@ -144,7 +144,7 @@ fn tiny_settings(random: &mut Random) -> Settings {
             Policy::default()
         },
         vocab_size: 12,
-        max_in_flight_steps: 1,
+        max_in_flight_steps: super::STEPS_IN_FLIGHT,
         cost_model: random.chance(50).then(|| Coefficients {
             t0_us: f64::from(random.within(0, 4)),
             t_weights_us: f64::from(random.within(0, 4)),
@@ -208,6 +208,10 @@ struct Trace {
     scores: usize,
     several_tokens: u64,
     in_flight_aborts: u64,
+    /// Steps that were planned while another was in flight.
+    ahead: u64,
+    /// Samples of rows that did not fail, but that no client was told of.
+    dropped: u64,
     rejected: u64,
     broken_results: u64,
     expired: u64,
@@ -234,7 +238,6 @@ pub struct Run {
     next_id: u64,
     /// Requests whose place is reserved but that were not submitted yet.
     at_the_door: Vec<NewRequest>,
-    in_flight: bool,
     pub steps: u32,
     was_reloaded: bool,
     /// Steps since there was output, or somebody ended or came.
@@ -264,7 +267,6 @@ impl Run {
             trace: Trace::default(),
             next_id: 0,
             at_the_door: Vec::new(),
-            in_flight: false,
             steps: 0,
             was_reloaded: false,
             stalled: 0,
@@ -280,10 +282,24 @@ impl Run {
             350..=357 => self.wait_for_a_timer(),
             358..=359 => self.reload(),
             360..=361 => self.end_all(),
-            362..=379 if self.in_flight => self.fail_step(),
-            380..=399 if self.in_flight => self.return_nonsense(),
-            _ if self.in_flight => self.commit(),
-            _ => self.schedule(),
+            362..=379 if self.in_flight() > 0 => self.harness.fail_step(),
+            380..=399 if self.in_flight() > 0 => self.return_nonsense(),
+            _ if self.plans_now() => self.schedule(),
+            _ => self.commit(),
+        }
+    }
+
+    /// Steps in flight.
+    fn in_flight(&self) -> usize {
+        self.harness.in_flight.len()
+    }
+
+    /// Whether the next step is planned before the oldest lands.
+    fn plans_now(&mut self) -> bool {
+        let most = self.harness.settings.max_in_flight_steps as usize;
+        match self.in_flight() {
+            0 => true,
+            some => some < most && self.random.chance(70),
         }
     }
 
@@ -332,7 +348,7 @@ impl Run {
         self.harness.now = next.unwrap_or(now).max(Time(now.0 + passed));
         self.harness.engine.on_time(self.harness.now);
         self.harness.receive();
-        if self.in_flight {
+        if self.in_flight() > 0 {
             let next = self.harness.engine.next_wake();
             let now = self.harness.now;
             assert!(
@@ -397,7 +413,7 @@ impl Run {
             .saturating_sub(self.random.within(0, 12).into());
         self.at_the_door.retain(|new| new.id != RequestId(id));
         let aborted = self.harness.abort(id);
-        self.trace.in_flight_aborts += u64::from(aborted && self.in_flight);
+        self.trace.in_flight_aborts += u64::from(aborted && self.in_flight() > 0);
         assert!(!self.harness.abort(id), "an abort is idempotent");
     }
 
@@ -405,19 +421,11 @@ impl Run {
         if self.random.chance(50) {
             self.harness.engine.abort_all(self.harness.now);
         } else {
-            self.harness.engine.fail_all(self.harness.now);
+            self.harness.fail_all();
             self.at_the_door.clear();
-            self.in_flight = false;
         }
         self.harness.receive();
         assert_eq!(self.harness.engine.metrics().live, 0);
-    }
-
-    fn fail_step(&mut self) {
-        let step = self.harness.plan.step;
-        self.harness.engine.fail_step(self.harness.now, step);
-        self.harness.receive();
-        self.in_flight = false;
     }
 
     /// Results that do not fit are refused and change nothing; the step goes on.
@@ -425,7 +433,7 @@ impl Run {
         let mut results = self.harness.execute();
         results.statuses.push(0);
         let before = self.harness.engine.metrics();
-        let (now, step) = (self.harness.now, self.harness.plan.step);
+        let (now, step) = (self.harness.now, self.harness.oldest().step);
         let refused = self.harness.engine.commit(now, step, &results);
         assert_eq!(
             refused.map_err(|error| error.code()),
@@ -437,9 +445,10 @@ impl Run {
 
     fn commit(&mut self) {
         if self.random.chance(2) {
-            let row = self.harness.plan.rows[0];
+            let row = self.harness.oldest().rows[0];
             self.harness.failing_rows.push(row);
         }
+        let samples = self.harness.oldest().num_samples() as u64;
         let before = self.harness.engine.metrics().output_tokens;
         self.harness.commit();
         let tokens = self.harness.engine.metrics().output_tokens - before;
@@ -451,13 +460,15 @@ impl Run {
             self.seed,
             self.stalled
         );
-        self.trace.several_tokens += u64::from(tokens > self.harness.plan.num_samples() as u64);
-        self.in_flight = false;
+        self.trace.several_tokens += u64::from(tokens > samples);
+        self.trace.dropped += samples.saturating_sub(tokens);
     }
 
     fn schedule(&mut self) {
-        self.in_flight = self.harness.schedule();
-        if !self.in_flight {
+        let is_ahead = self.in_flight() > 0;
+        let scheduled = self.harness.schedule();
+        self.trace.ahead += u64::from(is_ahead && scheduled);
+        if !is_ahead && !scheduled {
             self.check_idle();
         }
         self.check_tenants();
@@ -515,7 +526,7 @@ impl Run {
 
     /// Ends what is open, and checks that nothing is left.
     fn close(mut self) -> Trace {
-        if self.in_flight {
+        while self.in_flight() > 0 {
             self.harness.commit();
         }
         for new in self.at_the_door.drain(..) {
@@ -583,6 +594,8 @@ fn invariants_hold_over_random_operations() {
         total.scores += trace.scores;
         total.several_tokens += trace.several_tokens;
         total.in_flight_aborts += trace.in_flight_aborts;
+        total.ahead += trace.ahead;
+        total.dropped += trace.dropped;
         total.rejected += trace.rejected;
         total.broken_results += trace.broken_results;
         total.expired += trace.expired;
@@ -627,6 +640,11 @@ fn invariants_hold_over_random_operations() {
         "{total:?}"
     );
     assert!(total.sla_holds > 100, "{total:?}");
+    if runs_ahead() {
+        assert!(total.ahead > 20_000 && total.dropped > 2_000, "{total:?}");
+    } else {
+        assert_eq!(total.ahead, 0, "{total:?}");
+    }
 }
 
 #[test]

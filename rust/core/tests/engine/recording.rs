@@ -10,8 +10,8 @@ use chairlift_core::record::{
 };
 use chairlift_core::request::RequestId;
 
-use crate::harness::{Harness, exact, ticket};
-use crate::random::Run;
+use super::harness::{Harness, exact, ticket};
+use super::random::Run;
 
 /// Runs, and steps of each.
 const RUNS: u64 = 24;

@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use chairlift_core::config::Settings;
 use chairlift_core::request::{Finish, RequestId};
 
-use crate::harness::{Harness, Random, request};
-use crate::scenarios::{plain, settings};
+use super::harness::{Harness, Random, request, runs_ahead};
+use super::scenarios::{plain, settings};
 
 /// Case C18.
 #[test]
@@ -52,6 +52,9 @@ fn siblings_share_the_prompt_and_part_on_write() {
 
 #[test]
 fn siblings_are_admitted_together_and_aborted_together() {
+    if runs_ahead() {
+        return;
+    }
     let mut harness = Harness::new(settings());
     harness.submit(plain(1, 6, 40));
     harness.submit(plain(2, 6, 40));

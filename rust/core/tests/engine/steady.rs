@@ -3,7 +3,7 @@
 use chairlift_core::config::Settings;
 use chairlift_core::output::OutputBatch;
 
-use crate::harness::{EOS, Harness, request};
+use super::harness::{EOS, Harness, request};
 
 #[test]
 fn a_steady_decode_step_allocates_nothing() {
@@ -55,7 +55,9 @@ fn steady(make: fn(Settings) -> Harness, requests: u64, n: u32) {
         assert_eq!(harness.plan.num_seqs(), 64);
         // Any tokens will do; the executor's own memory is not what is measured.
         results.token_ids.fill(EOS + 1);
-        let (now, step) = (harness.now, harness.plan.step);
+        // The oldest in flight.
+        let step = harness.plan.step + 1 - u64::from(super::STEPS_IN_FLIGHT);
+        let now = harness.now;
         let committed = allocation_counter::measure(|| {
             harness
                 .engine

@@ -9,8 +9,8 @@ use chairlift_core::config::policy::{
 use chairlift_core::request::{Finish, RequestId, Time};
 use chairlift_core::request::{WaitReason, WaitTimes};
 
-use crate::harness::{Harness, exact, ticket_for};
-use crate::scenarios::settings;
+use super::harness::{Harness, exact, ticket_for};
+use super::scenarios::settings;
 
 fn policy() -> Policy {
     Policy {

@@ -105,6 +105,12 @@ impl BlockTable {
         Ok(copy)
     }
 
+    /// Whether another table has the block at `position`, too.
+    pub fn is_shared(&self, position: usize) -> bool {
+        let block = self.blocks.get(position);
+        block.is_some_and(|block| self.pool.0.borrow().blocks[block.index()].tables > 1)
+    }
+
     /// Makes the full block at `position` findable by its content.
     pub fn publish(&self, position: usize, hash: BlockHash) {
         let block = self.blocks[position];
