@@ -360,7 +360,7 @@ async def text(page, element):
 
 async def until(page, condition, argument=None):
     """Wait for it; Playwright's own way to wait evaluates text, which the page's policy forbids."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not await page.evaluate(condition, argument):
             await asyncio.sleep(0.02)
 
