@@ -36,7 +36,7 @@ def ids_of(deltas):
     return [token for delta in deltas for token in delta.token_ids]
 
 
-async def until(condition, timeout=30.0):
+async def until(condition, timeout=120.0):
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "did not come true in time"

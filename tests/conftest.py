@@ -71,7 +71,7 @@ def run(request):
 
     def go(main):
         async def limited():
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 await main()
 
         with asyncio.Runner(loop_factory=factory) as runner:

@@ -64,12 +64,12 @@ class FakeServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, args=(started,), daemon=True)
         self._thread.start()
-        assert started.wait(30)
+        assert started.wait(120)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(30)
+        self._thread.join(120)
         assert not self._thread.is_alive()
 
     def _serve(self, started: threading.Event) -> None:
@@ -168,7 +168,7 @@ class FakeServer:
             )
         num_tokens = behaviour.num_tokens
         num_tokens = body.get("max_tokens", 4) if num_tokens is None else num_tokens
-        async with self._more_live, asyncio.timeout(30):
+        async with self._more_live, asyncio.timeout(120):
             await self._more_live.wait_for(lambda: self.most_live >= behaviour.num_together)
         await asyncio.sleep(behaviour.first_s)
         for index in range(0, num_tokens, behaviour.tokens_per_event):

@@ -157,7 +157,7 @@ def test_shutdown_ends_queued_tokenising_as_dead(run):
 
         def slow(text):
             started.set()
-            assert go_on.wait(30)
+            assert go_on.wait(120)
             return encode(text)
 
         executor.tokenizer.encode = slow

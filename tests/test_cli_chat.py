@@ -196,7 +196,7 @@ class Terminal:
         self.wait_for(text)
 
     def _read_until(self, is_there, what, signal_every=None):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not is_there():
             if signal_every is not None:
                 self.process.send_signal(signal.SIGINT)
@@ -238,7 +238,7 @@ def test_a_terminal():
         terminal.wait_for("lo\r\n")
         terminal.wait_for("> ")
         terminal.type("\x04")
-        assert terminal.process.wait(60) == 0
+        assert terminal.process.wait(120) == 0
     sent = [[each["content"] for each in body["messages"]] for body, _ in server.requests]
     assert [each[-1] for each in sent] == ["first", "second", "three\nlines\nat once", "two\nlines"]
     assert sent[2][2:4] == ["second", "begun"], "what was said before the stop stays"
@@ -257,4 +257,4 @@ def test_ctrl_c_stops_an_answer_of_the_engine_and_not_the_engine():
             terminal.wait_for("(stopped)")
         terminal.wait_for("> ")
         terminal.type("/quit\r")
-        assert terminal.process.wait(60) == 0
+        assert terminal.process.wait(120) == 0

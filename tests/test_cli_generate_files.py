@@ -257,7 +257,7 @@ def interrupted(process, target, end):
         os.kill(int(engine), signal.SIGKILL)
     else:
         process.send_signal(signal.SIGINT if end == "Ctrl-C" else signal.SIGKILL)
-    return process.communicate(timeout=60)[1]
+    return process.communicate(timeout=120)[1]
 
 
 @pytest.mark.parametrize("end", ["Ctrl-C", "kill -9", "kill -9 of the engine"])

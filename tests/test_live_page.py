@@ -33,6 +33,8 @@ from chairlift.server.readings import Snapshot
 from chairlift.testing import ScriptedExecutor
 
 pytestmark = pytest.mark.anyio
+LONG_MS = 120_000
+"""What nothing in a browser takes."""
 EVIL = "<img src=x onerror=document.title='owned'> & \"friends\""
 
 
@@ -320,8 +322,11 @@ async def browsing(path, address, **options):
     from playwright.async_api import async_playwright  # noqa: PLC0415 - slow to import
 
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        browser = await playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox"], timeout=LONG_MS
+        )
         page = await browser.new_page(**options)
+        page.set_default_timeout(LONG_MS)
         complaints = []
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda message: complaints.append(message.text))
@@ -360,7 +365,7 @@ async def text(page, element):
 
 async def until(page, condition, argument=None):
     """Wait for it; Playwright's own way to wait evaluates text, which the page's policy forbids."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LONG_MS / 1e3):
         while not await page.evaluate(condition, argument):
             await asyncio.sleep(0.02)
 

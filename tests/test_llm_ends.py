@@ -95,7 +95,7 @@ def test_shutdown_ends_a_running_generate():
     while len(executor.steps) < 5:
         time.sleep(0.005)
     llm.shutdown()
-    thread.join(60)
+    thread.join(120)
     assert not thread.is_alive()
     assert [result.outputs[0].finish_reason for result in results] == ["abort", "abort"]
     for result in results:
@@ -116,7 +116,7 @@ def test_two_threads_may_share_it():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     for name, results in outputs.items():
         assert all(r.outputs[0].token_ids == executor.expected(name, 30) for r in results)
     assert len(outputs) == 4
@@ -160,7 +160,7 @@ def run_script(body):
         f"{body}\n"
     )
     return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
 
 
@@ -197,7 +197,7 @@ def test_importing_is_light():
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     assert done.stdout.split() == ["False", "False"]

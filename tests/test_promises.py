@@ -70,7 +70,7 @@ def submit(engine, prompt, max_tokens=2, **args):
 def ends(engine, *names):
     """The finish reasons of these requests in the order of their ends, and all deltas."""
     reasons, deltas, left = {}, [], set(names)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while left:
         assert time.monotonic() < deadline
         batch = engine.client.wait(1.0)
@@ -184,7 +184,7 @@ def test_a_promise_that_cannot_be_kept_yet_does_not_keep_the_thread_busy(held):
 def test_a_busy_line_does_not_keep_timers_waiting(held):
     engine, _ = held(policy(classes={"a": {"max_queue_time": "50ms"}}))
     doomed = submit(engine, "doomed")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while engine.client.metrics()["expired"] == 0:
         assert time.monotonic() < deadline
     assert ends(engine, doomed)[0] == {doomed: "queue_timeout"}
@@ -324,7 +324,7 @@ def test_a_stream_raises_what_became_of_its_request():
             metrics = await engine.metrics()
             assert (metrics["expired"], metrics["displaced"], metrics["rejected"]) == (1, 1, 1)
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 300))
 
 
 async def collect(engine, prompt, request_class):
@@ -370,7 +370,7 @@ def test_why_a_request_waits_and_what_became_of_all(held):
 def ends_of(engine, *ids):
     """What the core says at the end of each of these requests."""
     ended = {}
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not ended.keys() >= set(ids):
         assert time.monotonic() < deadline
         batch = engine.client.wait(1.0)

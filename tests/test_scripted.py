@@ -275,7 +275,7 @@ def test_a_step_stands_still_by_its_number_and_each_needs_a_release():
         executor.wait_held()
         assert done == before
         executor.release()
-    thread.join(10)
+    thread.join(60)
     assert done == [1, 2, 3, 4]
     with pytest.raises(TimeoutError):
         executor.wait_held(0.0)

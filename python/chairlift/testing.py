@@ -197,7 +197,7 @@ class ScriptedExecutor(BlockingExecutor):
             self._is_on_hold = self._stands_still = False
             self._gate.notify_all()
 
-    def wait_held(self, timeout: float = 10.0) -> None:
+    def wait_held(self, timeout: float = 30.0) -> None:
         """Wait until a step stands still.
 
         Raises:

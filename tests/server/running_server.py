@@ -15,7 +15,7 @@ from chairlift.async_engine import AsyncEngine
 from chairlift.server.lifecycle import Lifecycle
 from chairlift.testing import ScriptedExecutor
 
-LONG = 30.0
+LONG = 120.0
 """What nothing here takes; reaching it means that something hangs."""
 
 

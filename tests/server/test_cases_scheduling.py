@@ -279,7 +279,7 @@ class Gated(ByteTokenizer):
     def encode(self, text, add_special_tokens=True):
         if len(text) > 2_000:
             self.entered.set()
-            assert self.open.wait(30)
+            assert self.open.wait(120)
         return super().encode(text, add_special_tokens)
 
 
@@ -304,7 +304,7 @@ def test_long_texts_are_tokenised_beside_everything_else(start_server, way):
         tokenizer.apply_chat_template = lambda messages, **kwargs: tokenizer.encode(long)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.post, path, body | {"max_tokens": 2})
-        assert tokenizer.entered.wait(30)
+        assert tokenizer.entered.wait(120)
         try:
             assert server.client.get("/health").status_code == 200
             chunks = server.stream(TEXT, {"prompt": "short", "max_tokens": 50})

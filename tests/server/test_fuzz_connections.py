@@ -31,7 +31,7 @@ VALUES += ["100-continue", "close", "keep-alive", "upgrade", "websocket", "h2c",
 VALUES += ["application/json; charset=utf-16", "a, b", "x" * 3_000, "\t", '"', "\x7f"]
 LAST = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 """What follows a request, so that the server closes."""
-SILENCE = 4.0
+SILENCE = 30.0
 """Longer than the server waits for a body."""
 FITTING = {
     CHAT: b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}',

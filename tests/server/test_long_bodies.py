@@ -15,7 +15,9 @@ TEXT = "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
 MANY = 1_000_000
 MOST_LOOP_S = 0.1
-"""CPU time of its thread, which the load of others does not change; a body is received there."""
+"""CPU time of its thread, the least of three, for others on the machine can only add to it.
+
+A body is received there."""
 
 
 def of_items(item, count=MANY):
@@ -71,11 +73,13 @@ def test_the_event_loop_goes_on(busy, kind):
     plain |= {"max_tokens": 1, "return_token_strs": True}
     plain.pop(name, None)
     body = f'{{{json.dumps(plain)[1:-1]}, "{name}": {value}}}'.encode()
-    before = loop_seconds(busy)
-    answer = busy.post(path, content=body)
-    taken = loop_seconds(busy) - before
-    assert answer.status_code == status, answer.text[:500]
-    if status == 400:
-        assert answer.json()["error"]["param"] == name
-    assert taken < MOST_LOOP_S
+    taken = []
+    while len(taken) < 3 and min(taken, default=MOST_LOOP_S) >= MOST_LOOP_S:
+        before = loop_seconds(busy)
+        answer = busy.post(path, content=body)
+        taken.append(loop_seconds(busy) - before)
+        assert answer.status_code == status, answer.text[:500]
+        if status == 400:
+            assert answer.json()["error"]["param"] == name
+    assert min(taken) < MOST_LOOP_S, taken
     busy.check_alive()

@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
+from running_server import LONG
 from schemathesis import GenerationMode
 
 from chairlift.testing import ScriptedExecutor
@@ -69,7 +70,7 @@ def try_operation(server, operation, mode):
                 message["content"] = message.get("content") or "x"
             case.body["max_tokens"] = 3
             case.body["n"] = min(case.body.get("n") or 1, 3)
-        answer = case.call(base_url=server.url)
+        answer = case.call(base_url=server.url, timeout=LONG)
         statuses.append(answer.status_code)
         late = '"deadline_ms"' in json.dumps(case.body, default=str)
         allowed = answer.status_code < 500 or (answer.status_code == 504 and late)

@@ -19,7 +19,7 @@ def test_a_server_is_recorded_and_its_log_lines_name_requests(tmp_path, capsys):
     path = tmp_path / "serve.log"
     with serving("--record", str(path)) as (process, url):
         body = {"prompt": "hello", "max_tokens": 5, "service_tier": "auto"}
-        answer = httpx.post(url.join("/v1/completions"), json=body, timeout=60)
+        answer = httpx.post(url.join("/v1/completions"), json=body, timeout=LONG)
         assert answer.status_code == 200, answer.text
         process.send_signal(signal.SIGTERM)
         code, errors = finished(process)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import pytest
@@ -20,6 +21,8 @@ from chairlift.cli import main
 from chairlift.server.lifecycle import bind
 from chairlift.server.tenants import hash_key
 
+get, post = partial(httpx.get, timeout=LONG), partial(httpx.post, timeout=LONG)
+
 
 @pytest.mark.parametrize("isolation", ["process", "thread"])
 def test_sigterm_drains(isolation, tmp_path):
@@ -27,12 +30,12 @@ def test_sigterm_drains(isolation, tmp_path):
     sign = tmp_path / "sign"
     flags = {"executor": "Braked", "env": {"SIGN": f"{sign}"}}
     with serving("--isolation", isolation, **flags) as (process, url):
-        assert httpx.get(url.join("/ready")).status_code == 200
+        assert get(url.join("/ready")).status_code == 200
         sock = stream(url, 3_000)
         process.send_signal(signal.SIGTERM)
-        while httpx.get(url.join("/ready")).status_code == 200:
+        while get(url.join("/ready")).status_code == 200:
             time.sleep(0.01)
-        answer = httpx.post(url.join("/v1/completions"), json={"prompt": "x"})
+        answer = post(url.join("/v1/completions"), json={"prompt": "x"})
         assert answer.status_code == 503
         sign.touch()
         assert rest(sock).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
@@ -51,7 +54,7 @@ def test_the_grace_time_and_a_second_signal():
         assert finished(process)[0] == 0
     with serving() as (process, url), stream(url, 5_000):
         process.send_signal(signal.SIGTERM)
-        while httpx.get(url.join("/ready")).status_code == 200:
+        while get(url.join("/ready")).status_code == 200:
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         assert finished(process)[0] == 128 + signal.SIGTERM
@@ -62,8 +65,8 @@ def test_a_text_that_is_being_tokenised_does_not_keep_it():
     with serving("--shutdown-grace", "200ms", executor="Tokenising") as (process, url):
         with ThreadPoolExecutor(1) as pool:
             body = {"prompt": "x" * 2_000}
-            asked = pool.submit(httpx.post, url.join("/tokenize"), json=body, timeout=LONG)
-            while httpx.get(url.join("/load")).json() != {"server_load": 1}:
+            asked = pool.submit(post, url.join("/tokenize"), json=body)
+            while get(url.join("/load")).json() != {"server_load": 1}:
                 assert not asked.done(), asked.result().text
                 time.sleep(0.01)
             process.send_signal(signal.SIGTERM)
@@ -79,12 +82,12 @@ def test_sighup_reloads(tmp_path):
     path.write_text("")
     with serving("--config", str(path)) as (process, url):
         models = url.join("/v1/models")
-        assert httpx.get(models).status_code == 200
+        assert get(models).status_code == 200
         path.write_text(f'[keys.a]\nhash = "{hash_key("sesame")}"\n')
         process.send_signal(signal.SIGHUP)
-        while httpx.get(models).status_code != 401:
+        while get(models).status_code != 401:
             time.sleep(0.01)
-        assert httpx.get(models, headers={"authorization": "Bearer sesame"}).status_code == 200
+        assert get(models, headers={"authorization": "Bearer sesame"}).status_code == 200
         path.write_text("nonsense")
         process.send_signal(signal.SIGHUP)
         line = process.stderr.readline()
@@ -127,15 +130,15 @@ def test_while_the_model_is_loaded():
         end = time.monotonic() + LONG
         while True:
             try:
-                answer = httpx.get(f"{url}/ready")
+                answer = get(f"{url}/ready")
                 break
             except httpx.TransportError:
                 assert time.monotonic() < end
                 time.sleep(0.02)
         assert answer.status_code == 503
         assert answer.headers["retry-after"]
-        assert httpx.get(f"{url}/health").status_code == 200
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+        assert get(f"{url}/health").status_code == 200
+        answer = post(f"{url}/v1/completions", json={"prompt": "x"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
         process.send_signal(signal.SIGTERM)
         assert finished(process)[0] == 0
@@ -190,12 +193,10 @@ def test_flags_of_the_server():
     with serving(*flags, "--max-request-bytes", "1K", env=env) as (process, url):
         for key in ("sesame", "open up"):
             headers = {"authorization": f"Bearer {key}"}
-            names = [
-                x["id"] for x in httpx.get(url.join("/v1/models"), headers=headers).json()["data"]
-            ]
+            names = [x["id"] for x in get(url.join("/v1/models"), headers=headers).json()["data"]]
             assert names == ["one", "two"]
-        assert httpx.get(url.join("/v1/models")).status_code == 401
-        answer = httpx.post(url.join("/v1/completions"), headers=headers, content=b" " * 2_000)
+        assert get(url.join("/v1/models")).status_code == 401
+        answer = post(url.join("/v1/completions"), headers=headers, content=b" " * 2_000)
         assert answer.status_code == 413
         process.send_signal(signal.SIGTERM)
         code, errors = finished(process)
