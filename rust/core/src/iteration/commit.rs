@@ -372,8 +372,8 @@ impl StepResults {
     }
 }
 
-/// The nearest whole number of nanoseconds that are not negative. (`f64::round` is a call, and so is what
-/// the conversion to an unsigned number takes nearly one.)
+/// The nearest whole number of nanoseconds, which are not negative. `f64::round` would be a call, and the
+/// conversion to an unsigned number takes several times the instructions.
 fn nearest(nanoseconds: f64) -> u64 {
     (nanoseconds + 0.5) as i64 as u64
 }
