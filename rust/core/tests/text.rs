@@ -16,14 +16,18 @@ fn stops(strings: &[&str], text: StopText) -> Option<Arc<StopStrings>> {
     Some(Arc::new(StopStrings::new(strings, text).unwrap()))
 }
 
-/// Plays tokens the way commit does: until a stop, else to the end.
+/// Plays tokens the way commit does: those of whole characters as text, until a stop, else to the end.
 ///
 /// Stops are not checked in the first `min_tokens` tokens.
 fn play(tokens: &[&[u8]], stops: Option<Arc<StopStrings>>, min_tokens: usize) -> Received {
     let mut state = TextState::new(stops);
     let mut text = String::new();
     for (index, token) in tokens.iter().enumerate() {
-        let found = state.push(token, index >= min_tokens, &mut text);
+        let check_stops = index >= min_tokens;
+        let found = match std::str::from_utf8(token) {
+            Ok(whole) => state.push_str(whole, check_stops, &mut text),
+            Err(_) => state.push(token, check_stops, &mut text),
+        };
         if let Some(StopMatch { string_index }) = found {
             let before = text.clone();
             assert_eq!(state.push(b"after", true, &mut text), None);

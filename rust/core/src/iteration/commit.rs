@@ -388,10 +388,10 @@ impl StepResults {
     }
 }
 
-/// The nearest whole number of one that is not negative, halves up. (`f64::round` is a call.)
-fn nearest(number: f64) -> u64 {
-    let whole = number as u64;
-    whole.saturating_add(u64::from(number - whole as f64 >= 0.5))
+/// The nearest whole number of nanoseconds, which are not negative. `f64::round` would be a call, and the
+/// conversion to an unsigned number takes several times the instructions.
+fn nearest(nanoseconds: f64) -> u64 {
+    (nanoseconds + 0.5) as i64 as u64
 }
 
 fn check_length(array: &'static str, got: usize, expected: usize) -> Result<(), CommitError> {

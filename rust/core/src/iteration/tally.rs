@@ -18,8 +18,9 @@ pub(crate) struct Payer {
 /// A run of sequences that have payer and gap in common, not yet counted.
 pub(crate) struct Tally {
     payer: Payer,
-    /// Between their last output and this one.
+    /// Between their last output and this one, and the bucket that it is in.
     gap_us: u64,
+    bucket: usize,
     gaps: u64,
     device_ns: u64,
     outputs: u64,
@@ -31,6 +32,7 @@ impl Tally {
         Self {
             payer,
             gap_us: 0,
+            bucket: bucket(&ITERATION_BOUNDS_US, 0),
             gaps: 0,
             device_ns: 0,
             outputs: 0,
@@ -55,7 +57,10 @@ impl Tally {
         self.device_ns += device_ns;
         self.outputs += outputs;
         if let Some(gap_us) = gap_us {
-            self.gap_us = gap_us;
+            if gap_us != self.gap_us {
+                self.gap_us = gap_us;
+                self.bucket = bucket(&ITERATION_BOUNDS_US, gap_us);
+            }
             self.gaps += 1;
         }
     }
@@ -63,14 +68,13 @@ impl Tally {
     /// Counts what was not yet counted.
     #[cold]
     pub(crate) fn flush(&mut self, ledger: &mut Ledger) {
-        let bucket = bucket(&ITERATION_BOUNDS_US, self.gap_us);
         let Payer { class, tenant } = self.payer;
         let of_class = &mut ledger.classes[class.0 as usize].metrics;
         let of_tenant = &mut ledger.tenants.get_mut(tenant).metrics;
         for metrics in [of_class, of_tenant] {
             metrics.device_ns += self.device_ns;
             metrics.output_tokens += self.outputs;
-            metrics.itl.add(bucket, self.gap_us, self.gaps);
+            metrics.itl.add(self.bucket, self.gap_us, self.gaps);
         }
         (self.gaps, self.device_ns, self.outputs) = (0, 0, 0);
     }
