@@ -555,8 +555,7 @@ impl Scheduler<'_> {
         self.plan.num_decodes = step.decodes.len();
         for part in step.decodes.iter_mut().chain(&mut step.chunks) {
             let sequence = &mut self.ledger.sequences[part.sequence.0];
-            write_sequence(self.plan, sequence, self.limits);
-            part.num_samples = sequence.num_samples() as u32;
+            part.num_samples = write_sequence(self.plan, sequence, self.limits);
             let scores = sequence.scores();
             if !scores.is_empty() {
                 part.num_scores = scores.len() as u32;

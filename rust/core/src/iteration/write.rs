@@ -77,7 +77,9 @@ pub(crate) fn write_resets(plan: &mut StepPlan, request: &Request, sequence: &Se
     }
 }
 
-pub(crate) fn write_sequence(plan: &mut StepPlan, sequence: &Sequence, limits: &Limits) {
+/// Writes what the step computes of a sequence; returns the samples that it leads to.
+#[inline]
+pub(crate) fn write_sequence(plan: &mut StepPlan, sequence: &Sequence, limits: &Limits) -> u32 {
     let row = sequence.row.as_ref().map_or(-1, Row::as_i32);
     debug_assert!(row >= 0, "a scheduled sequence has a row");
     let begin = sequence.num_planned_tokens();
@@ -90,14 +92,13 @@ pub(crate) fn write_sequence(plan: &mut StepPlan, sequence: &Sequence, limits: &
     for position in begin..end {
         let block = blocks[(position / block_size) as usize].as_i32();
         let slot = i64::from(block) * i64::from(block_size) + i64::from(position % block_size);
-        if position < num_known {
-            plan.token_ids.push(sequence.token(position) as i32);
+        let token = if position < num_known {
+            sequence.token(position)
         } else {
-            // Sampled by a step in flight: the executor has it.
-            plan.token_sources.resize(plan.token_ids.len(), SOURCE_ID);
-            plan.token_sources.push(SOURCE_LAST_SAMPLED);
-            plan.token_ids.push(0);
-        }
+            mark_as_sampled(plan);
+            0
+        };
+        plan.token_ids.push(token as i32);
         plan.positions.push(position as i32);
         plan.slot_mapping.push(slot);
     }
@@ -105,6 +106,7 @@ pub(crate) fn write_sequence(plan: &mut StepPlan, sequence: &Sequence, limits: &
     plan.block_ids
         .extend(blocks.iter().map(|block| block.as_i32()));
     plan.block_table_offsets.push(plan.block_ids.len() as i32);
+    let mut num_samples = 0;
     if sequence.completes() {
         let last = plan.token_ids.len() as i32 - 1;
         let output_index = (sequence.num_expected_tokens() - sequence.num_prompt_tokens) as i32;
@@ -112,8 +114,17 @@ pub(crate) fn write_sequence(plan: &mut StepPlan, sequence: &Sequence, limits: &
             plan.logits_indices.push(last);
             plan.sample_rows.push(row.as_i32());
             plan.sample_output_indices.push(output_index);
+            num_samples += 1;
         }
     }
+    num_samples
+}
+
+/// The next token is sampled by a step in flight: the executor has it.
+#[cold]
+fn mark_as_sampled(plan: &mut StepPlan) {
+    plan.token_sources.resize(plan.token_ids.len(), SOURCE_ID);
+    plan.token_sources.push(SOURCE_LAST_SAMPLED);
 }
 
 /// Asks for the log-probabilities of the prompt tokens after those at `positions`, which were just
