@@ -19,7 +19,7 @@ from chairlift.testing import ScriptedExecutor
 
 @pytest.fixture(params=[1, 2], ids=["1-step", "2-steps"])
 def steps_in_flight(request, monkeypatch):
-    """Run the test once as usual, once with run-ahead in every engine that does not say otherwise."""
+    """Run the test as usual, and with run-ahead in every engine that does not say otherwise."""
     if request.param == 2:
         for cls, option, value in (
             (EngineArgs, "max_in_flight_steps", 2),

@@ -26,9 +26,11 @@ ROOT = Path(__file__).parent.parent
 CLASSES = {"interactive": {"level": 1}, "batch": {}}
 
 
-def record_busy_run(path):
+def record_busy_run(path, steps_in_flight):
     """Three long batch requests fill the pool; interactive ones preempt them; one is aborted."""
-    executor = ScriptedExecutor(num_kv_blocks=12, block_size=16, step_time=0.001)
+    executor = ScriptedExecutor(
+        num_kv_blocks=12, block_size=16, step_time=0.001, launches_ahead=steps_in_flight > 1
+    )
     config = Config(policy=PolicyConfig(classes=CLASSES, sharing="fair"))
 
     async def ask(engine, name, tokens, patience=60.0, **options):
@@ -49,6 +51,7 @@ def record_busy_run(path):
             max_num_seqs=4,
             max_num_batched_tokens=64,
             enable_prefix_caching=False,
+            max_in_flight_steps=steps_in_flight,
             record=path,
         ) as engine:
             batch = [
@@ -68,10 +71,10 @@ def record_busy_run(path):
     return asyncio.run(run())
 
 
-@pytest.fixture(scope="module")
-def busy(tmp_path_factory):
+@pytest.fixture(scope="module", params=[1, 2], ids=["1-step", "2-steps"])
+def busy(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("flight") / "busy.log"
-    ends, metrics = record_busy_run(path)
+    ends, metrics = record_busy_run(path, request.param)
     assert ends == ["finished"] * 6 + ["aborted"]
     assert metrics["preemptions"] > 0
     return path, metrics

@@ -99,8 +99,8 @@ class StepPlan:
     token_ids: Int32Array
     """[T] input tokens."""
     token_sources: UInt8Array
-    """[T] :data:`SOURCE_ID` or :data:`SOURCE_LAST_SAMPLED`; the latter only while another step is in
-    flight, and the id is 0 then."""
+    """[T] :data:`SOURCE_ID` or :data:`SOURCE_LAST_SAMPLED`; the latter only while another step is
+    in flight, and the id is 0 then."""
     positions: Int32Array
     """[T] position of each token in its sequence."""
     slot_mapping: Int64Array
@@ -190,10 +190,10 @@ def check_supported(plan: StepPlan) -> None:
 class Executor(Protocol):
     """Runs steps, in the order in which they are launched. Both calls come from one thread.
 
-    At most ``max_in_flight_steps`` are launched and not collected. An executor whose steps run beside
-    that thread (on a device) says so by an attribute ``launches_ahead = True``: then the next step,
-    if one is about to be planned, is launched before this one is collected. For others, whose
-    ``collect`` does the work, it is enough that the next plan is at hand by then.
+    At most ``max_in_flight_steps`` are launched and not collected. An executor whose steps run
+    beside that thread (on a device) says so by an attribute ``launches_ahead = True``: then the
+    next step, if one is about to be planned, is launched before this one is collected. For others,
+    whose ``collect`` does the work, it is enough that the next plan is at hand by then.
     """
 
     def launch(self, plan: StepPlan) -> None:
@@ -211,8 +211,8 @@ class BlockingExecutor:
     """Base class for executors that run a step in one blocking call."""
 
     _launched: deque[StepPlan] | None = None
-    """Steps that were launched, the oldest first. Made at the first, so that no subclass has to call
-    ``__init__``."""
+    """Steps that were launched, the oldest first; made at the first of them, so that no subclass
+    has to call ``__init__``."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the whole step; to be overridden."""

@@ -73,7 +73,8 @@ impl Commit<'_> {
         let mut tally = Tally::new(self.ledger.sequences[first.sequence.0].payer);
         let mut cut = Cut::default();
         let mut ended = false;
-        for (position, part) in self.step.parts().enumerate() {
+        for position in 0..self.step.num_sequences() {
+            let part = self.step.part(position);
             let key = part.sequence;
             let sequence = &mut self.ledger.sequences[key.0];
             let (samples, scores) = cut.next(part);

@@ -569,9 +569,9 @@ impl Scheduler<'_> {
         let parts = step.decodes.iter_mut().chain(&mut step.chunks);
         for (at, part) in parts.enumerate() {
             let sequence = &mut self.ledger.sequences[part.sequence.0];
-            part.num_samples = sequence.num_samples() as u32;
+            part.num_samples = 1;
             if at >= num_plain {
-                write_samples(self.plan, at, sequence);
+                part.num_samples = write_samples(self.plan, at, sequence);
                 let scores = sequence.scores();
                 if !scores.is_empty() {
                     part.num_scores = scores.len() as u32;

@@ -265,9 +265,11 @@ impl Sequence {
     /// Whether another step may be planned of it now. While steps of it are in flight, not if it ends by
     /// their results for sure, or if what comes next cannot be known without them.
     pub(crate) fn may_be_planned(&self) -> bool {
-        if !self.is_in_flight() {
-            return true;
-        }
+        !self.is_in_flight() || self.may_be_planned_ahead()
+    }
+
+    #[cold]
+    fn may_be_planned_ahead(&self) -> bool {
         let samples = self.num_expected_tokens() > self.num_tokens();
         let ends_by_length = self.num_output_tokens() + 1 >= self.ending.max_tokens;
         !self.ended
@@ -373,6 +375,7 @@ impl Sequence {
 
     /// Counts the tokens of a step that has landed among the computed ones, and makes blocks that became
     /// full findable.
+    #[inline]
     pub(crate) fn advance(&mut self, num_tokens: u32, block_size: u32, prefix_caching: bool) {
         self.land(num_tokens);
         self.num_computed_tokens += num_tokens;

@@ -148,9 +148,14 @@ fn token_of(sequence: &Sequence, position: u32, at: usize, sources: &mut Vec<u8>
     if position < sequence.num_tokens() {
         return sequence.token(position) as i32;
     }
+    mark_as_sampled(sources, at);
+    0
+}
+
+#[cold]
+fn mark_as_sampled(sources: &mut Vec<u8>, at: usize) {
     sources.resize(at, SOURCE_ID);
     sources.push(SOURCE_LAST_SAMPLED);
-    0
 }
 
 fn slot_of(sequence: &Sequence, position: u32, block_size: u32) -> i64 {
@@ -158,8 +163,9 @@ fn slot_of(sequence: &Sequence, position: u32, block_size: u32) -> i64 {
     i64::from(block.as_i32()) * i64::from(block_size) + i64::from(position % block_size)
 }
 
-/// Asks for the samples of the sequence at `at`, if its scheduled tokens lead to any.
-pub(crate) fn write_samples(plan: &mut StepPlan, at: usize, sequence: &Sequence) {
+/// Asks for the samples of the sequence at `at`, if its scheduled tokens lead to any; returns how many.
+pub(crate) fn write_samples(plan: &mut StepPlan, at: usize, sequence: &Sequence) -> u32 {
+    let mut num_samples = 0;
     if sequence.completes() {
         let last = plan.query_start_loc[at + 1] - 1;
         let output_index = sequence.next_output_index() as i32;
@@ -167,8 +173,10 @@ pub(crate) fn write_samples(plan: &mut StepPlan, at: usize, sequence: &Sequence)
             plan.logits_indices.push(last);
             plan.sample_rows.push(row.as_i32());
             plan.sample_output_indices.push(output_index);
+            num_samples += 1;
         }
     }
+    num_samples
 }
 
 /// Writes the sequence's block table.
