@@ -91,10 +91,12 @@ def expected(tiny, prompts):
 @pytest.mark.parametrize("options", [{}, {"chunk": 7}, {"on_device": True}], ids=str)
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_greedy_tokens_are_those_of_the_cpu(tiny, prompts, expected, enforce_eager, options):
-    device = CpuDevice()
+    device, launcher = CpuDevice(), EmulatedLauncher(guards=False)
+    emulate(launcher)
     executor = on_cuda(tiny, device, enforce_eager=enforce_eager, max_num_batched_tokens=256)
     found = generate(executor, prompts, max_tokens=12, block_size=BLOCK, **options)
     assert found == expected
+    assert {launch.kernel for launch in launcher.launched} <= set(device.loaded)
     use, replayed = executor.graph_use, [graph for graph in device.graphs if graph.replays]
     if enforce_eager:
         assert not device.graphs
@@ -143,6 +145,7 @@ def test_half_precision_with_and_without_graphs(tiny, prompts, launcher, dtype):
         )
         tokens[enforce_eager] = generate(executor, prompts, max_tokens=8, block_size=BLOCK)
     assert tokens[True] == tokens[False]
+    assert {launch.kernel for launch in launcher.launched} <= set(executor._device.loaded)
     assert any("prefill" in launch.kernel for launch in launcher.launched)
     wanted = generate(on_cpu(tiny), prompts, max_tokens=8, block_size=BLOCK)
     same = sum(a == b for a, b in zip(tokens[True], wanted, strict=True))

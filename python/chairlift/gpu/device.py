@@ -7,13 +7,14 @@ from plan to tokens where there is no GPU.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from chairlift.cuda_kernels.launcher import launcher_of
 from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ class Device(Protocol):
 
     def active(self) -> AbstractContextManager[object]:
         """Make it the current device for a while."""
+
+    def load(self, kernels: Sequence[str]) -> None:
+        """Get kernels ready, compiled side by side where they are not in the cache."""
 
     def memory(self) -> DeviceMemory:
         """Tell how much memory there is, after giving back what nobody uses."""
@@ -111,6 +115,10 @@ class CudaDevice:
     def active(self) -> AbstractContextManager[object]:
         """See :class:`Device`."""
         return torch.cuda.device(self.torch_device)
+
+    def load(self, kernels: Sequence[str]) -> None:
+        """See :class:`Device`."""
+        launcher_of(self.torch_device.index).load(kernels)
 
     def memory(self) -> DeviceMemory:
         """See :class:`Device`."""

@@ -24,7 +24,7 @@ from chairlift.cuda_kernels.catalogue import HEAD_DIMS
 from chairlift.cuda_kernels.work import CHUNK_TOKENS
 from chairlift.errors import ModelError, UnsupportedModelError
 from chairlift.executor import STATUS_OK, StepResult, check_supported
-from chairlift.gpu.attention import CudaBackend, CudaOps, StepWork, cut_step
+from chairlift.gpu.attention import CudaBackend, CudaOps, StepWork, cut_step, kernels_of
 from chairlift.gpu.device import CudaDevice, Device, Event, Graph
 from chairlift.gpu.graphs import GraphLadder, GraphShape, GraphUse
 from chairlift.gpu.memory import kv_memory, partial_bytes_per_block
@@ -128,6 +128,9 @@ class CudaExecutor:
         self._graphs: dict[GraphShape, Graph] = {}
         self.graph_use = GraphUse()
         with self._device.active(), torch.inference_mode():
+            start = time.perf_counter()
+            self._device.load(kernels_of(self.model_config, self.dtype))
+            logger.info("CUDA kernels are ready, %.1f s", time.perf_counter() - start)
             start = time.perf_counter()
             if weights is None:
                 weights = Checkpoint(config.model_dir, self.dtype, self._device.torch_device)
