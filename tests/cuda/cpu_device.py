@@ -76,12 +76,16 @@ class CpuDevice:
         self.name = "the emulator"
         self._memory = DeviceMemory(total, total - used)
         self._peak = peak
+        self.loaded: list[str] = []
         self.pinned: list[tuple[int, int]] = []
         self.graphs: list[ReplayedGraph] = []
         self.profiled = 0
 
     def active(self):
         return nullcontext()
+
+    def load(self, kernels):
+        self.loaded.extend(kernels)
 
     def memory(self):
         return self._memory

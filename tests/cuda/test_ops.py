@@ -16,7 +16,7 @@ from chairlift.attention import get_backend
 from chairlift.attention.reference import rms_norm
 from chairlift.cuda_kernels import ops
 from chairlift.cuda_kernels.arguments import KernelArgumentError
-from chairlift.cuda_kernels.work import cut_decode_work, cut_prefill_work
+from operator_backend import OperatorBackend
 
 TABLE = CASES[::9] + PREFILL_CASES[::3]
 
@@ -65,57 +65,6 @@ def test_block_copy(launcher):
         assert torch.equal(cache, expected)
 
 
-class OperatorBackend:
-    """Attention by the operators, as the CUDA executor calls them."""
-
-    def __init__(self, launcher: EmulatedLauncher, prefill: bool) -> None:
-        self.launcher = launcher
-        self.prefill = prefill
-
-    def prepare(self, plan):
-        return plan
-
-    def forward(self, qkv, k_cache, v_cache, plan, params):
-        guard = self.launcher.guard
-        cos, sin = map(guard, params.cos_sin) if params.cos_sin else (None, None)
-        norms = [None if norm is None else guard(norm) for norm in (params.q_norm, params.k_norm)]
-        slots, positions = (guard(torch.tensor(a)) for a in (plan.slot_mapping, plan.positions))
-        caches = guard(k_cache), guard(v_cache)
-        q = ops.kv_cache_write(
-            guard(qkv), *caches, slots, positions, cos, sin, *norms, params.norm_eps
-        )
-        out = self.launcher.empty(tuple(q.shape), q, q.dtype)
-        sequences = [
-            guard(torch.tensor(array))
-            for array in (
-                plan.query_start_loc,
-                plan.seq_lens,
-                plan.block_table_offsets,
-                plan.block_ids,
-            )
-        ]
-        scores = (params.scale, params.soft_cap, params.window)
-        if self.prefill:
-            items = cut_prefill_work(
-                plan.query_start_loc,
-                plan.seq_lens,
-                group=params.num_heads // params.num_kv_heads,
-                tile_rows=64,
-            )
-            items = guard(torch.tensor(items))
-            ops.paged_attention_prefill(out, q, *caches, *sequences, items, *scores)
-        else:
-            work = cut_decode_work(
-                plan.query_start_loc, plan.seq_lens, window=params.window, chunk_tokens=CHUNK
-            )
-            lists = [guard(torch.tensor(array)) for array in (work.items, work.splits)]
-            limits = (work.num_partials, CHUNK, work.max_query_tokens)
-            ops.paged_attention_decode(out, q, *caches, *sequences, *lists, *limits, *scores)
-        for to, cache in zip((k_cache, v_cache), caches, strict=True):
-            to.copy_(cache)
-        return out.clone()
-
-
 @pytest.mark.parametrize("number", range(len(TABLE)), ids=[case.name for case in TABLE])
 def test_attention_agrees_with_the_reference(number):
     """A part of the table that the kernels alone are held to, all the way through the operators."""
@@ -124,7 +73,8 @@ def test_attention_agrees_with_the_reference(number):
     emulate(launcher)
     try:
         worlds = case.world(), case.world()
-        backend = OperatorBackend(launcher, prefill=case.name.startswith("prefill"))
+        is_prefill = case.name.startswith("prefill")
+        backend = OperatorBackend(launcher.guard, CHUNK, prefill=is_prefill)
         worlds[0]._implementation, worlds[1]._implementation = backend, get_backend("reference")
         found, expected = (torch.cat(world.step(case.work)).float() for world in worlds)
         assert (found - expected).abs().max().item() <= TOLERANCES[case.shape.dtype]

@@ -14,7 +14,15 @@ import numpy as np
 import torch
 
 from chairlift.cuda_kernels import ops
-from chairlift.cuda_kernels.catalogue import PREFILL_ROWS
+from chairlift.cuda_kernels.arguments import TYPE_NAMES
+from chairlift.cuda_kernels.catalogue import (
+    DECODE_ROWS,
+    HALF_TYPES,
+    PREFILL_ROWS,
+    decode_kernel,
+    decode_rows,
+    prefill_kernel,
+)
 from chairlift.cuda_kernels.work import (
     CHUNK_TOKENS,
     DecodeWork,
@@ -27,6 +35,7 @@ if TYPE_CHECKING:
 
     from chairlift.attention import AttentionParams
     from chairlift.executor import Int32Array, StepPlan
+    from chairlift.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,20 @@ class DeviceStep:
     block_ids: Tensor  # [B]
     decode: tuple[DecodeLists, ...]
     prefill: Tensor | None  # [items, 2]
+
+
+def kernels_of(config: ModelConfig, dtype: torch.dtype) -> list[str]:
+    """Name the kernels that a model's steps launch, to be compiled before the first one."""
+    type_name = TYPE_NAMES[dtype]
+    group = config.num_heads // config.num_kv_heads
+    rows = {decode_rows(group)}
+    if type_name not in HALF_TYPES:
+        rows.add(DECODE_ROWS[-1])  # of prefill chunks
+    kernels = [decode_kernel(type_name, config.head_dim, count) for count in sorted(rows)]
+    if type_name in HALF_TYPES:
+        kernels.append(prefill_kernel(type_name, config.head_dim))
+    names = ("paged_attention_combine", "kv_cache_write", "rms_norm", "silu_mul")
+    return [*kernels, *(f"{name}<{type_name}>" for name in names), "block_copy"]
 
 
 def cut_step(

@@ -7,13 +7,14 @@ from plan to tokens where there is no GPU.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from chairlift.cuda_kernels.launcher import launcher_of
 from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ class Device(Protocol):
 
     def active(self) -> AbstractContextManager[object]:
         """Make it the current device for a while."""
+
+    def load(self, kernels: Sequence[str]) -> None:
+        """Get kernels ready, compiled side by side where they are not in the cache."""
 
     def memory(self) -> DeviceMemory:
         """Tell how much memory there is, after giving back what nobody uses."""
@@ -107,10 +111,15 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self.name = torch.cuda.get_device_name(index)
         self._graph_memory: Any = None  # a handle of torch
+        self._capture_stream: torch.cuda.Stream | None = None
 
     def active(self) -> AbstractContextManager[object]:
         """See :class:`Device`."""
         return torch.cuda.device(self.torch_device)
+
+    def load(self, kernels: Sequence[str]) -> None:
+        """See :class:`Device`."""
+        launcher_of(self.torch_device.index).load(kernels)
 
     def memory(self) -> DeviceMemory:
         """See :class:`Device`."""
@@ -145,9 +154,10 @@ class CudaDevice:
 
     def capture(self, work: Callable[[], Tensor]) -> Graph:
         """See :class:`Device`. All graphs share their memory: only one runs at a time."""
-        if self._graph_memory is None:
+        if self._capture_stream is None:
+            self._capture_stream = _new_stream(self.torch_device)
             self._graph_memory = torch.cuda.graph_pool_handle()
-        graph, stream = torch.cuda.CUDAGraph(), _new_stream(self.torch_device)
+        graph, stream = torch.cuda.CUDAGraph(), self._capture_stream
         torch.cuda.synchronize(self.torch_device)
         with torch.cuda.stream(stream):
             work()  # what libraries set up at their first call cannot be captured
