@@ -43,12 +43,22 @@ __device__ __forceinline__ BFloat16 from_float<BFloat16>(float value) {
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(static_cast<int>(0xff800000u)); }
 
+/// Values that one access moves.
+template <class T, int COUNT>
+struct alignas(COUNT * sizeof(T)) Pack {
+    static constexpr int SIZE = COUNT;
+    T values[COUNT];
+};
+
 /// As many values of a type as one 16-byte access moves.
 template <class T>
-struct alignas(16) Vector {
-    static constexpr int SIZE = 16 / static_cast<int>(sizeof(T));
-    T values[SIZE];
-};
+using Vector = Pack<T, 16 / static_cast<int>(sizeof(T))>;
+
+/// COUNT values from an address that is a multiple of their size.
+template <int COUNT, class T>
+__device__ __forceinline__ Pack<T, COUNT> load_pack(const T* from) {
+    return *reinterpret_cast<const Pack<T, COUNT>*>(from);
+}
 
 /// 16 bytes from an address that is a multiple of 16.
 template <class T>

@@ -2,19 +2,20 @@
 //
 // Takes the fused projection of every token of a ragged step. Queries are normed (where the model does
 // so), rotated and written to `q_out` for the attention kernels; keys the same, into their slots;
-// values go to their slots as they are. Arithmetic in fp32, rounded once.
+// values go to their slots as they are. Arithmetic in fp32, rounded once. Where the cache is e4m3, keys
+// and values are divided by their scales first (fp8.cuh).
 //
 // Stands between the qkv projection and attention. Not here: which slot a token has (the scheduler
 // decides) and what becomes of the cache. Invariant: no slot appears twice in a step, so no two warps
 // write the same place.
 
-#include "device.cuh"
+#include "fp8.cuh"
 
 /// One launch: grid (tokens, ceil((heads + 2 * kv_heads) / WARPS)), block WARPS * 32.
 struct KvCacheWriteParams {
     const void* qkv;           // [tokens, (heads + 2 * kv_heads) * head_dim], of T
     void* q_out;               // [tokens, heads * head_dim], of T
-    void* k_cache;             // [blocks, kv_heads, block_size, head_dim], of T
+    void* k_cache;             // [blocks, kv_heads, block_size, head_dim], of Cache
     void* v_cache;             // the same
     const long long* slots;    // [tokens] block * block_size + token in block; negative: padding, not written
     const int* positions;      // [tokens] of each token in its sequence
@@ -29,6 +30,8 @@ struct KvCacheWriteParams {
     int rotary_half;           // dimension j turns against j + rotary_half; the rest stays
     int block_size;            // tokens of a block
     float norm_eps;            // added to the mean of squares
+    float k_scale;             // keys are divided by it where Cache is Fp8
+    float v_scale;             // values are
 };
 
 namespace {
@@ -46,9 +49,9 @@ __device__ float norm_factor(const T* head, const KvCacheWriteParams& params, in
     return rsqrtf(warp_sum(squares) / static_cast<float>(params.head_dim) + params.norm_eps);
 }
 
-/// Norms and rotates one head: dimension pairs (j, j + half) over the lanes, then what is not rotated.
-template <class T>
-__device__ void write_rotated(const T* head, T* to, const T* norm, int position,
+/// Norms and rotates one head, and divides it by the scale: dimension pairs (j, j + half) over the lanes, then what is not rotated.
+template <class T, class To>
+__device__ void write_rotated(const T* head, To* to, float scale, const T* norm, int position,
                               const KvCacheWriteParams& params, int lane) {
     const float factor = norm == nullptr ? 1.0f : norm_factor(head, params, lane);
     const auto normed = [&](int d) {
@@ -62,15 +65,15 @@ __device__ void write_rotated(const T* head, T* to, const T* norm, int position,
         const float sin = params.sin[row + j];
         const float first = normed(j);
         const float second = normed(j + half);
-        to[j] = from_float<T>(first * cos - second * sin);
-        to[j + half] = from_float<T>(second * cos + first * sin);
+        to[j] = from_float<To>((first * cos - second * sin) / scale);
+        to[j + half] = from_float<To>((second * cos + first * sin) / scale);
     }
-    for (int d = 2 * half + lane; d < params.head_dim; d += WARP) to[d] = from_float<T>(normed(d));
+    for (int d = 2 * half + lane; d < params.head_dim; d += WARP) to[d] = from_float<To>(normed(d) / scale);
 }
 
 }  // namespace
 
-template <class T>
+template <class T, class Cache = T>
 __global__ void kv_cache_write(const KvCacheWriteParams params) {
     const int lane = threadIdx.x % WARP;
     const int head = blockIdx.y * WARPS + threadIdx.x / WARP;
@@ -84,7 +87,7 @@ __global__ void kv_cache_write(const KvCacheWriteParams params) {
     if (head < params.heads) {
         T* const to =
             static_cast<T*>(params.q_out) + (token * params.heads + head) * params.head_dim;
-        write_rotated(from, to, static_cast<const T*>(params.q_norm), position, params, lane);
+        write_rotated(from, to, 1.0f, static_cast<const T*>(params.q_norm), position, params, lane);
         return;
     }
     const bool is_key = head < params.heads + params.kv_heads;
@@ -94,12 +97,14 @@ __global__ void kv_cache_write(const KvCacheWriteParams params) {
     const long long offset =
         ((block * params.kv_heads + kv_head) * params.block_size + in_block) * params.head_dim;
     if (is_key) {
-        T* const to = static_cast<T*>(params.k_cache) + offset;
-        write_rotated(from, to, static_cast<const T*>(params.k_norm), position, params, lane);
+        Cache* const to = static_cast<Cache*>(params.k_cache) + offset;
+        const float scale = cache_scale<Cache>(params.k_scale);
+        write_rotated(from, to, scale, static_cast<const T*>(params.k_norm), position, params, lane);
         return;
     }
-    T* const to = static_cast<T*>(params.v_cache) + offset;
-    for (int d = lane; d < params.head_dim; d += WARP) to[d] = from[d];
+    Cache* const to = static_cast<Cache*>(params.v_cache) + offset;
+    const float scale = cache_scale<Cache>(params.v_scale);
+    for (int d = lane; d < params.head_dim; d += WARP) to[d] = from_float<Cache>(to_float(from[d]) / scale);
 }
 
-// Instantiations: kv_cache_write<T> for T in float, Half, BFloat16.
+// Instantiations: kv_cache_write<T> for T in float, Half, BFloat16; kv_cache_write<T, Fp8> for the last two.

@@ -1,4 +1,4 @@
-// Paged attention for prefill chunks: many query tokens of a sequence after its context, on tensor cores.
+// Paged attention for prefill chunks: many query tokens of a sequence after its context, in tiles.
 //
 // A block takes ROWS rows of one key/value head (row = query token * group + head of the group, so a
 // group's heads fill tiles together) against all keys they see, KEYS at a time. Queries, keys and values
@@ -6,20 +6,19 @@
 // on their way, and while they are weighed the next keys are (FlashAttention-2, Dao 2023). Online
 // softmax in fp32 (Milakov and Gimelshein 2018); weights are rounded to T for the second product.
 //
-// Each of the WARPS warps owns 16 rows; fragments are those of mma.m16n8k16 (ptx.cuh). Rows of shared
-// memory are padded by 16 bytes, so that the eight addresses of a matrix fall into different banks.
+// Each of the WARPS warps owns 16 rows; its products (products.cuh) are those of tensor cores, but for fp32.
 //
 // Key tiles begin at multiples of KEYS, whatever the chunk, so a row's result does not depend on how
 // the prompt was cut. Invariants: keys that no row sees are not loaded but zero, since a weight of zero
-// times garbage could be not-a-number. Not here: rotation and the cache's write (kv_cache_write.cu),
-// and fp32, whose prefill is done by the decode kernel.
+// times garbage could be not-a-number. Not here: rotation and the cache's write (kv_cache_write.cu).
 
 #include "paged.cuh"
+#include "products.cuh"
 
 /// One launch: grid (items, kv_heads), block THREADS, shared prefill_shared_bytes.
 struct PagedAttentionPrefillParams {
     const void* q;                   // [tokens, heads * head_dim], of T, rotated
-    const void* k_cache;             // [blocks, kv_heads, block_size, head_dim], of T
+    const void* k_cache;             // [blocks, kv_heads, block_size, head_dim], of Cache
     const void* v_cache;             // the same
     void* out;                       // [tokens, heads * head_dim], of T
     const int* query_start_loc;      // [sequences + 1] first query token of each sequence
@@ -35,6 +34,8 @@ struct PagedAttentionPrefillParams {
     int block_size;                  // tokens of a block
     unsigned block_magic;            // ceil(2^(31 + block_shift) / block_size)
     int block_shift;                 // ceil(log2(block_size))
+    float k_scale;                   // keys are multiplied by it where Cache is Fp8
+    float v_scale;                   // values are
 };
 
 namespace {
@@ -43,27 +44,13 @@ constexpr int WARPS = 4;
 constexpr int THREADS = WARPS * WARP;
 constexpr int ROWS = WARPS * 16;
 
-__device__ __forceinline__ void mma(Half, float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    ptx::mma_half(c, a, b0, b1);
-}
-__device__ __forceinline__ void mma(BFloat16, float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    ptx::mma_bfloat16(c, a, b0, b1);
-}
-
-/// Two values in a register, the first in the lower half.
-template <class T>
-__device__ __forceinline__ unsigned pack(float low, float high) {
-    return from_float<T>(low).bits | static_cast<unsigned>(from_float<T>(high).bits) << 16;
-}
-
 /// Shared memory of a block.
-template <class T, int HEAD_DIM>
+template <class T, class Cache, int HEAD_DIM>
 struct Tiles {
-    static constexpr int KEYS = HEAD_DIM > 128 ? 32 : 64;
-    static constexpr int STRIDE = HEAD_DIM + Vector<T>::SIZE;
-    T queries[ROWS][STRIDE];
-    T keys[KEYS][STRIDE];
-    T values[KEYS][STRIDE];
+    static constexpr int KEYS = (HEAD_DIM > 128 ? 64 : 128) / static_cast<int>(sizeof(T));
+    TileRows<T, ROWS, HEAD_DIM> queries;
+    KvTile<T, Cache, KEYS, HEAD_DIM> keys;
+    KvTile<T, Cache, KEYS, HEAD_DIM> values;
 };
 
 /// What a block is about.
@@ -93,22 +80,16 @@ __device__ __forceinline__ Item read_item(const PagedAttentionPrefillParams& par
 }
 
 /// Starts to copy a tile of keys or values; those at `end` and beyond become zero.
-template <class T, int HEAD_DIM>
-__device__ __forceinline__ void copy_keys(T (*to)[Tiles<T, HEAD_DIM>::STRIDE], const void* cache, int first,
+template <class T, class Cache, int KEYS, int HEAD_DIM>
+__device__ __forceinline__ void copy_keys(KvTile<T, Cache, KEYS, HEAD_DIM>& to, const void* cache, int first,
                                           const Item& item, const PagedAttentionPrefillParams& params) {
-    constexpr int SIZE = Vector<T>::SIZE;
-    constexpr int VECTORS = HEAD_DIM / SIZE;
-    for (int i = threadIdx.x; i < Tiles<T, HEAD_DIM>::KEYS * VECTORS; i += THREADS) {
-        const int key = i / VECTORS;
-        const int d = i % VECTORS * SIZE;
-        const bool wanted = first + key < item.end;
-        const long long from = wanted ? cache_offset<HEAD_DIM>(item.sequence, first + key, params) + d : 0;
-        ptx::copy_async_16(&to[key][d], static_cast<const T*>(cache) + from, wanted ? 16 : 0);
-    }
+    copy_tile<THREADS>(to, cache, threadIdx.x, [&](int key) -> long long {
+        return first + key < item.end ? cache_offset<HEAD_DIM>(item.sequence, first + key, params) : -1;
+    });
 }
 
 template <class T, int HEAD_DIM>
-__device__ __forceinline__ void copy_queries(Tiles<T, HEAD_DIM>& tiles, const Item& item,
+__device__ __forceinline__ void copy_queries(TileRows<T, ROWS, HEAD_DIM>& queries, const Item& item,
                                              const PagedAttentionPrefillParams& params) {
     constexpr int SIZE = Vector<T>::SIZE;
     constexpr int VECTORS = HEAD_DIM / SIZE;
@@ -117,43 +98,22 @@ __device__ __forceinline__ void copy_queries(Tiles<T, HEAD_DIM>& tiles, const It
         const int d = i % VECTORS * SIZE;
         const bool wanted = row < item.rows;
         const long long from = wanted ? row_index(item.first_query, row, params) * HEAD_DIM + d : 0;
-        ptx::copy_async_16(&tiles.queries[i / VECTORS][d], static_cast<const T*>(params.q) + from, wanted ? 16 : 0);
+        ptx::copy_async_16(&queries.rows[i / VECTORS][d], static_cast<const T*>(params.q) + from, wanted ? 16 : 0);
     }
 }
 
 /// A warp's 16 rows: fragments of the output, and of rows lane / 4 and lane / 4 + 8 the softmax state.
-template <class T, int HEAD_DIM>
+template <class T, class Cache, int HEAD_DIM>
 struct Rows {
-    using Shared = Tiles<T, HEAD_DIM>;
-    static constexpr int KEYS = Shared::KEYS;
+    static constexpr int KEYS = Tiles<T, Cache, HEAD_DIM>::KEYS;
     float out[HEAD_DIM / 8][4];
     float maximum[2];
     float sum[2];  // of this lane's columns
 
-    /// scores = queries * keys^T, 16 dimensions at a time.
-    __device__ __forceinline__ void score(float (&scores)[KEYS / 8][4], const Shared& tiles, int warp, int lane) const {
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) scores[n][i] = 0.0f;
-        }
-#pragma unroll
-        for (int d = 0; d < HEAD_DIM; d += 16) {
-            unsigned a[4];
-            ptx::load_matrices(a, &tiles.queries[warp * 16 + lane % 16][d + lane / 16 * 8]);
-#pragma unroll
-            for (int n = 0; n < KEYS / 8; n += 2) {
-                unsigned b[4];
-                ptx::load_matrices(b, &tiles.keys[n * 8 + lane / 16 * 8 + lane % 8][d + lane / 8 % 2 * 8]);
-                mma(T{}, scores[n], a, b[0], b[1]);
-                mma(T{}, scores[n + 1], a, b[2], b[3]);
-            }
-        }
-    }
-
     /// Turns scores into weights against the new maxima, and takes the old sums down to them.
     __device__ __forceinline__ void weigh(float (&scores)[KEYS / 8][4], const Visible (&seen)[2], int first_key,
                                           int lane, const PagedAttentionPrefillParams& params) {
+        const float scale = params.scale * cache_scale<Cache>(params.k_scale);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float highest = maximum[half];
@@ -163,7 +123,7 @@ struct Rows {
                 for (int i = 0; i < 2; ++i) {
                     const int key = first_key + n * 8 + lane % 4 * 2 + i;
                     float& score = scores[n][2 * half + i];
-                    score = weighable(score * params.scale, key, seen[half], params);
+                    score = weighable(score * scale, key, seen[half], params);
                     highest = fmaxf(highest, score);
                 }
             }
@@ -190,25 +150,6 @@ struct Rows {
         }
     }
 
-    /// out += weights * values, 16 keys at a time. The weights lie as the first product left them,
-    /// which is how the second wants its left side.
-    __device__ __forceinline__ void add(const float (&weights)[KEYS / 8][4], const Shared& tiles, int lane) {
-#pragma unroll
-        for (int key = 0; key < KEYS; key += 16) {
-            const float(&low)[4] = weights[key / 8];
-            const float(&high)[4] = weights[key / 8 + 1];
-            const unsigned a[4] = {pack<T>(low[0], low[1]), pack<T>(low[2], low[3]), pack<T>(high[0], high[1]),
-                                   pack<T>(high[2], high[3])};
-#pragma unroll
-            for (int d = 0; d < HEAD_DIM; d += 16) {
-                unsigned b[4];
-                ptx::load_matrices_transposed(b, &tiles.values[key + lane % 16][d + lane / 16 * 8]);
-                mma(T{}, out[d / 8], a, b[0], b[1]);
-                mma(T{}, out[d / 8 + 1], a, b[2], b[3]);
-            }
-        }
-    }
-
     /// Normalises and writes the rows.
     __device__ __forceinline__ void write(const Item& item, int warp, int lane,
                                           const PagedAttentionPrefillParams& params) {
@@ -219,10 +160,12 @@ struct Rows {
             const int row = item.first_row + warp * 16 + half * 8 + lane / 4;
             if (row >= item.rows) continue;
             T* const to = static_cast<T*>(params.out) + row_index(item.first_query, row, params) * HEAD_DIM;
+            const float total = sum[half] / cache_scale<Cache>(params.v_scale);
 #pragma unroll
             for (int n = 0; n < HEAD_DIM / 8; ++n) {
-                const unsigned pair = pack<T>(out[n][2 * half] / sum[half], out[n][2 * half + 1] / sum[half]);
-                *reinterpret_cast<unsigned*>(to + n * 8 + lane % 4 * 2) = pair;
+                const Pack<T, 2> pair{from_float<T>(out[n][2 * half] / total),
+                                      from_float<T>(out[n][2 * half + 1] / total)};
+                *reinterpret_cast<Pack<T, 2>*>(to + n * 8 + lane % 4 * 2) = pair;
             }
         }
     }
@@ -230,46 +173,48 @@ struct Rows {
 
 }  // namespace
 
-template <class T, int HEAD_DIM>
+template <class T, int HEAD_DIM, class Cache = T>
 __global__ void __launch_bounds__(THREADS, 1) paged_attention_prefill(const PagedAttentionPrefillParams params) {
-    constexpr int KEYS = Tiles<T, HEAD_DIM>::KEYS;
+    constexpr int KEYS = Tiles<T, Cache, HEAD_DIM>::KEYS;
     const Item item = read_item<KEYS>(params);
     if (item.sequence < 0 || item.first_row >= item.rows) return;  // the whole block
     DYNAMIC_SHARED(shared);
-    auto& tiles = *reinterpret_cast<Tiles<T, HEAD_DIM>*>(shared);
+    auto& tiles = *reinterpret_cast<Tiles<T, Cache, HEAD_DIM>*>(shared);
     const int lane = threadIdx.x % WARP;
     const int warp = threadIdx.x / WARP;
 
-    copy_queries<T, HEAD_DIM>(tiles, item, params);
-    copy_keys<T, HEAD_DIM>(tiles.keys, params.k_cache, item.begin, item, params);
+    copy_queries(tiles.queries, item, params);
+    copy_keys(tiles.keys, params.k_cache, item.begin, item, params);
     ptx::commit_copies();
 
     const int row = item.first_row + warp * 16 + lane / 4;
     const Visible seen[2] = {visible(item.context, item.rows, row, params),
                              visible(item.context, item.rows, row + 8, params)};
-    Rows<T, HEAD_DIM> rows{};
+    Rows<T, Cache, HEAD_DIM> rows{};
     rows.maximum[0] = rows.maximum[1] = minus_infinity();
 
     for (int first = item.begin; first < item.end; first += KEYS) {
-        copy_keys<T, HEAD_DIM>(tiles.values, params.v_cache, first, item, params);
+        copy_keys(tiles.values, params.v_cache, first, item, params);
         ptx::commit_copies();
         ptx::wait_for_copies<1>();  // the keys are there, and at first the queries
+        land_tile<THREADS>(tiles.keys, threadIdx.x);
         __syncthreads();
         float scores[KEYS / 8][4];
-        rows.score(scores, tiles, warp, lane);
+        multiply_keys(scores, tiles.queries, tiles.keys, warp * 16, lane);
         __syncthreads();  // nobody reads the keys any more
         if (first + KEYS < item.end) {
-            copy_keys<T, HEAD_DIM>(tiles.keys, params.k_cache, first + KEYS, item, params);
+            copy_keys(tiles.keys, params.k_cache, first + KEYS, item, params);
         }
         ptx::commit_copies();  // an empty group at last, so that the counts stay
         rows.weigh(scores, seen, first, lane, params);
         ptx::wait_for_copies<1>();  // the values are there
+        land_tile<THREADS>(tiles.values, threadIdx.x);
         __syncthreads();
-        rows.add(scores, tiles, lane);
+        multiply_values(rows.out, scores, tiles.values, lane);
         __syncthreads();  // nobody reads the values any more
     }
     rows.write(item, warp, lane, params);
 }
 
-// Instantiations: paged_attention_prefill<T, HEAD_DIM> for T in Half, BFloat16 and HEAD_DIM in 64, 80, 96,
-// 128, 256.
+// Instantiations, for HEAD_DIM in 64, 80, 96, 128, 256: paged_attention_prefill<T, HEAD_DIM> for T in float, Half,
+// BFloat16, and paged_attention_prefill<T, HEAD_DIM, Fp8> for the last two.

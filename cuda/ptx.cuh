@@ -39,6 +39,20 @@ __device__ __forceinline__ unsigned short float_to_bfloat16(float value) {
     return bits;
 }
 
+/// Two e4m3 numbers, the first in the lower byte, to two fp16 numbers, exactly. From sm_89 on.
+__device__ __forceinline__ unsigned e4m3_to_halves(unsigned short two) {
+    unsigned halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
+    return halves;
+}
+
+/// Products of two pairs of fp16 numbers, to nearest even.
+__device__ __forceinline__ unsigned multiply_halves(unsigned a, unsigned b) {
+    unsigned product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
 /// Starts copying 16 bytes from global to shared memory; the last `16 - bytes` of them become zero
 /// and their source is not read. Both addresses are multiples of 16.
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global, int bytes) {
@@ -73,6 +87,14 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&to)[4], cons
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(from)
                  : "memory");
+}
+
+/// An 8x8 matrix of 16-bit values, transposed: lane l gives and gets row l / 4, columns 2 * (l % 4) and
+/// the next.
+__device__ __forceinline__ unsigned transpose_matrix(unsigned pair) {
+    unsigned transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
 }
 
 /// c += a * b on 16x8 tiles with depth 16, fp16.

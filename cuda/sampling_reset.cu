@@ -4,7 +4,8 @@
 // what a step before it counted is there already. Not here: checks of the values (the host's), and
 // log-probabilities wanted, which only the host needs.
 //
-// Invariants: no row appears twice in a launch; ids are within the vocabulary.
+// Invariants: no row appears twice in a launch; ids are within the vocabulary; no list is longer than
+// MAX_LISTED.
 
 #include "sampling.cuh"
 

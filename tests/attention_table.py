@@ -11,6 +11,7 @@ import torch
 from attention_cases import Shape, World
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+FP8 = torch.float8_e4m3fn
 
 CHUNK = 64
 """Keys of a chunk in these tests: short, so that short contexts are several."""
@@ -38,11 +39,15 @@ class Case:
     """Leading blocks that all sequences have in common (prefix hits)."""
     window: int = 0
     soft_cap: float = 0.0
+    k_scale: float = 1.0
+    """Of a cache of 8 bits."""
+    v_scale: float = 1.0
 
     def world(self, seed: int = 11) -> World:
         """Sequences with their context in the cache; what is not theirs is NaN."""
         world = World(self.shape, [sum(pair) for pair in self.sequences], seed)
-        world.params = replace(world.params, window=self.window, soft_cap=self.soft_cap)
+        options = ("window", "soft_cap", "k_scale", "v_scale")
+        world.params = replace(world.params, **{name: getattr(self, name) for name in options})
         for sequence in world.sequences[1:]:
             shared = world.sequences[0].blocks[: self.shared_blocks]
             sequence.blocks[: len(shared)] = shared
@@ -50,13 +55,13 @@ class Case:
         size = (self.shape.kv_heads, self.shape.head_dim)
         for sequence, (context, _) in zip(world.sequences, self.sequences, strict=True):
             sequence.computed = context
-            for cache in (world.k_cache, world.v_cache):
+            for cache, scale in ((world.k_cache, self.k_scale), (world.v_cache, self.v_scale)):
                 for position in range(context):
                     block = sequence.blocks[position // self.shape.block_size]
                     at = position % self.shape.block_size
                     if cache[block, :, at].isnan().any():
                         values = torch.randn(size, generator=generator)
-                        cache[block, :, at] = values.to(cache.dtype)
+                        cache[block, :, at] = (values / scale).to(cache.dtype)
         return world
 
     @property
@@ -162,7 +167,7 @@ def _rotations() -> list[Case]:
 def _prefill_chunks() -> list[Case]:
     """Whole prompts and chunks after a context, around the borders of tiles of rows and of keys."""
     cases = []
-    combinations = itertools.product((F16, BF16), (64, 80, 96, 128, 256), (1, 3, 4, 8))
+    combinations = itertools.product((F16, BF16, F32), (64, 80, 96, 128, 256), (1, 3, 4, 8))
     for number, (dtype, head_dim, group) in enumerate(combinations):
         rng = np.random.default_rng(1000 + number)
         contexts = rng.choice([0, 0, 1, 31, 32, 33, 63, 64, 65, 100], size=2).tolist()
@@ -182,6 +187,33 @@ def _prefill_chunks() -> list[Case]:
     return cases
 
 
+def _fp8_caches() -> list[Case]:
+    """Caches of 8 bits: every head size and way of decoding, and prefill chunks."""
+    cases = []
+    combinations = itertools.product((F16, BF16), (64, 80, 96, 128, 256), (1, 3, 8), (False, True))
+    for number, (dtype, head_dim, group, is_prefill) in enumerate(combinations):
+        rng = np.random.default_rng(2000 + number)
+        contexts = rng.choice([0, 1, 15, 16, 31, 33, 63, 64, 65, 129, 200], size=3).tolist()
+        queries = rng.choice([17, 33, 64, 65] if is_prefill else [1, 1, 2], size=3).tolist()
+        shape = _shape(head_dim, group, int(rng.choice([8, 13, 16, 32])), dtype)
+        cases.append(
+            Case(
+                f"fp8-{number}-{shape}",
+                replace(shape, cache_dtype=FP8, kv_heads=1),
+                tuple(zip(contexts, queries, strict=True)),
+                window=int(rng.choice([0, 0, 20, 64])),
+                soft_cap=float(rng.choice([0.0, 0.0, 5.0])),
+                # Powers of two and others; with the least of them, keys reach the largest number.
+                k_scale=float(rng.choice([0.0078125, 0.3, 1.0])),
+                v_scale=float(rng.choice([0.125, 0.7, 1.0])),
+            )
+        )
+    return cases
+
+
 PREFILL_CASES = _prefill_chunks()
 """More query tokens than the decode kernel is made for."""
 CASES = _everything() + _borders() + _prefix_hits() + _long_and_short() + _windows() + _rotations()
+FP8_CASES = _fp8_caches()
+"""For the CUDA kernels. From the same cache results have the tolerance of the queries' type, in
+which all numbers of 8 bits are exact."""

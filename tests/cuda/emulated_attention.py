@@ -11,14 +11,16 @@ from emulated_device import SCHEDULES, EmulatedDevice, KernelLibrary, Schedule, 
 
 from chairlift.attention import AttentionMetadata, AttentionParams
 from chairlift.cuda_kernels.catalogue import (
-    DECODE_ROWS,
     DECODE_THREADS,
+    FP8,
     HEAD_DIMS,
     PREFILL_ROWS,
     PREFILL_THREADS,
     decode_kernel,
+    decode_row_counts,
     decode_rows,
     decode_shared_bytes,
+    kv_cache_write_kernel,
     prefill_kernel,
     prefill_shared_bytes,
 )
@@ -34,22 +36,33 @@ from chairlift.cuda_kernels.work import DecodeWork, cut_decode_work, cut_prefill
 if TYPE_CHECKING:
     from chairlift.executor import StepPlan
 
-TYPE_NAMES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
+TYPE_NAMES = {
+    torch.float32: "float",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.float8_e4m3fn: FP8,
+}
 WRITE_WARPS = 4
 
 
-def write_library(dtype: torch.dtype) -> KernelLibrary:
-    return library_of("kv_cache_write", (f"kv_cache_write<{TYPE_NAMES[dtype]}>",))
+def write_library(dtype: torch.dtype, cache: torch.dtype) -> KernelLibrary:
+    kernel = kv_cache_write_kernel(TYPE_NAMES[dtype], TYPE_NAMES[cache])
+    return library_of("kv_cache_write", (kernel,))
 
 
-def decode_library(dtype: torch.dtype) -> KernelLibrary:
-    name = TYPE_NAMES[dtype]
-    kernels = [decode_kernel(name, dim, rows) for dim in HEAD_DIMS for rows in DECODE_ROWS]
-    return library_of("paged_attention_decode", (*kernels, f"paged_attention_combine<{name}>"))
+def decode_library(dtype: torch.dtype, cache: torch.dtype) -> KernelLibrary:
+    names = TYPE_NAMES[dtype], TYPE_NAMES[cache]
+    kernels = [
+        decode_kernel(names[0], dim, rows, names[1])
+        for dim in HEAD_DIMS
+        for rows in decode_row_counts(names[0])
+    ]
+    return library_of("paged_attention_decode", (*kernels, f"paged_attention_combine<{names[0]}>"))
 
 
-def prefill_library(dtype: torch.dtype) -> KernelLibrary:
-    kernels = [prefill_kernel(TYPE_NAMES[dtype], dim) for dim in HEAD_DIMS]
+def prefill_library(dtype: torch.dtype, cache: torch.dtype) -> KernelLibrary:
+    names = TYPE_NAMES[dtype], TYPE_NAMES[cache]
+    kernels = [prefill_kernel(names[0], dim, names[1]) for dim in HEAD_DIMS]
     return library_of("paged_attention_prefill", tuple(kernels))
 
 
@@ -83,7 +96,8 @@ class EmulatedBackend:
         """Write the caches in place and return the rotated queries."""
         tokens, heads = qkv.shape[0], params.num_heads + 2 * params.num_kv_heads
         q = torch.full((tokens, params.num_heads * params.head_dim), float("nan"), dtype=qkv.dtype)
-        with EmulatedDevice(write_library(qkv.dtype), self.schedule) as device:
+        library = write_library(qkv.dtype, k_cache.dtype)
+        with EmulatedDevice(library, self.schedule) as device:
             addresses = {
                 name: device.upload(name, tensor)
                 for name, tensor in (
@@ -102,7 +116,7 @@ class EmulatedBackend:
                 for name, table in zip(("cos", "sin"), params.cos_sin, strict=True):
                     addresses[name] = device.upload(name, table)
             device.launch(
-                f"kv_cache_write<{TYPE_NAMES[qkv.dtype]}>",
+                *library.kernels,
                 (tokens, -(-heads // WRITE_WARPS), 1),
                 32 * WRITE_WARPS,
                 KvCacheWriteParams(
@@ -114,6 +128,8 @@ class EmulatedBackend:
                     rotary_half=params.cos_sin[0].shape[1] if params.cos_sin else 0,
                     block_size=k_cache.shape[2],
                     norm_eps=params.norm_eps,
+                    k_scale=params.k_scale,
+                    v_scale=params.v_scale,
                 ),
             )
             for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -136,7 +152,8 @@ class EmulatedBackend:
         padding = torch.full((1, 3), -1, dtype=torch.int32)
         items, splits = (torch.cat((torch.tensor(a), padding)) for a in (work.items, work.splits))
         out = torch.full_like(q, float("nan"))
-        with EmulatedDevice(decode_library(q.dtype), self.schedule) as device:
+        library = decode_library(q.dtype, k_cache.dtype)
+        with EmulatedDevice(library, self.schedule) as device:
             out_address = device.upload("out", out)
             starts = device.upload("query_start_loc", torch.tensor(metadata.query_start_loc))
             shared = {
@@ -152,9 +169,10 @@ class EmulatedBackend:
                 "group": group,
                 "max_rows": max_rows,
             }
-            type_name, rows = TYPE_NAMES[q.dtype], decode_rows(max_rows)
+            type_name, cache_name = TYPE_NAMES[q.dtype], TYPE_NAMES[k_cache.dtype]
+            rows = decode_rows(max_rows, type_name)
             device.launch(
-                decode_kernel(type_name, params.head_dim, rows),
+                decode_kernel(type_name, params.head_dim, rows, cache_name),
                 (len(items), params.num_kv_heads, -(-max_rows // rows)),
                 DECODE_THREADS,
                 PagedAttentionDecodeParams(
@@ -163,7 +181,7 @@ class EmulatedBackend:
                     items=device.upload("items", items),
                     chunk_tokens=self.chunk_tokens,
                 ),
-                decode_shared_bytes(type_name, params.head_dim, rows),
+                decode_shared_bytes(type_name, params.head_dim, rows, cache_name),
             )
             device.launch(
                 f"paged_attention_combine<{type_name}>",
@@ -187,11 +205,13 @@ class EmulatedBackend:
         )
         items = torch.cat((items, torch.full((1, 2), -1, dtype=torch.int32)))
         out = torch.full_like(q, float("nan"))
-        with EmulatedDevice(prefill_library(q.dtype), self.schedule) as device:
+        type_name, cache_name = TYPE_NAMES[q.dtype], TYPE_NAMES[k_cache.dtype]
+        library = prefill_library(q.dtype, k_cache.dtype)
+        with EmulatedDevice(library, self.schedule) as device:
             address = device.upload("out", out)
             starts = device.upload("query_start_loc", torch.tensor(metadata.query_start_loc))
             device.launch(
-                prefill_kernel(TYPE_NAMES[q.dtype], params.head_dim),
+                prefill_kernel(type_name, params.head_dim, cache_name),
                 (len(items), params.num_kv_heads, 1),
                 PREFILL_THREADS,
                 PagedAttentionPrefillParams(
@@ -202,7 +222,7 @@ class EmulatedBackend:
                     kv_heads=params.num_kv_heads,
                     group=group,
                 ),
-                prefill_shared_bytes(params.head_dim),
+                prefill_shared_bytes(type_name, params.head_dim, cache_name),
             )
             return device.download(address, out)
 
@@ -226,4 +246,6 @@ def _inputs(device, q, caches, metadata, params) -> dict[str, object]:
         "block_size": k_cache.shape[2],
         "block_magic": magic,
         "block_shift": shift,
+        "k_scale": params.k_scale,
+        "v_scale": params.v_scale,
     }

@@ -15,7 +15,7 @@ from emulated_device import (
 )
 
 PRELUDE = """
-#include "device.cuh"
+#include "fp8.cuh"
 struct Params { const int* in; int* out; int n; };
 """
 
@@ -364,6 +364,68 @@ def test_conversions_agree_with_torch():
     halves, bfloats = found.view(torch.int16).view(-1, 2).T.contiguous()
     for ours, dtype in ((halves, torch.float16), (bfloats, torch.bfloat16)):
         assert_same_numbers(ours.view(dtype), values.view(torch.float32).to(dtype))
+
+
+TO_FP8 = KERNELS.add(
+    """
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    params.out[i] = from_float<Fp8>(__int_as_float(params.in[i])).bits;
+    """
+)
+FROM_FP8 = KERNELS.add(
+    """
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    {
+        const unsigned two = static_cast<unsigned>(params.in[i]);
+        params.out[2 * i] = static_cast<int>(e4m3_to_halves(two));
+        params.out[2 * i + 1] = static_cast<int>(e4m3_by_shifts(two));
+    }
+    """
+)
+
+
+def test_conversions_to_8_bits_agree_with_torch():
+    """Floats around every rounding border, beyond the largest number, and of every kind."""
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    ordered = every[every.isfinite()].sort().values
+    middles = (ordered[1:] + ordered[:-1]) / 2
+    special = torch.tensor([448.0, 464.0, 480.0, 1e30, torch.inf, torch.nan, 1e-30, 2**-10, 0.0])
+    borders = torch.cat([ordered, middles, special, -special]).view(torch.int32)
+    generator = torch.Generator().manual_seed(4)
+    noise = torch.randint(-(2**31), 2**31 - 1, (4096,), generator=generator).int()
+    values = torch.cat([*(borders + d for d in (-1, 0, 1)), noise])
+    values = values[: len(values) // 1024 * 1024]
+    blocks = len(values) // 1024
+    found = run_kernel(TO_FP8, n=len(values), threads=1024, blocks=blocks, values=values)
+    floats = values.view(torch.float32)
+    expected = floats.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).int()
+    is_nan = floats.isnan()
+    assert is_nan.any()
+    assert (found[is_nan] & 0x7F == 0x7F).all()
+    assert torch.equal(found[~is_nan], expected[~is_nan])
+
+
+def test_conversions_from_8_bits_agree_with_torch():
+    """All pairs of numbers, by the instruction's twin and by shifts."""
+    out = run_kernel(FROM_FP8, n=65536, threads=1024, blocks=64, outputs=2 * 65536)
+    pairs = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float8_e4m3fn)
+    for way in (0, 1):
+        halves = out.view(-1, 2)[:, way].contiguous().view(torch.float16)
+        assert_same_numbers(halves.float(), pairs.float())
+
+
+TRANSPOSED = KERNELS.add(
+    """
+    const unsigned lane = threadIdx.x;
+    const unsigned pair = 8 * (lane / 4) + lane % 4 * 2;
+    params.out[lane] = static_cast<int>(ptx::transpose_matrix((pair + 1) << 16 | pair));
+    """
+)
+
+
+def test_a_matrix_is_transposed():
+    out = run_kernel(TRANSPOSED, n=32, threads=32).view(torch.int16).view(8, 8)
+    assert torch.equal(out, torch.arange(64, dtype=torch.int16).view(8, 8).T)
 
 
 def assert_same_numbers(a: torch.Tensor, b: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -173,15 +174,27 @@ class TestDecode:
         ]
         assert work.splits.tolist() == [[0, 0, 5]]
 
-    def test_rows_do_not_depend_on_the_batch(self):
-        case = Case("batch", self.shape, ((200, 1), (70, 1), (3, 1)))
+    @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)  # vector units, tensor cores
+    def test_rows_do_not_depend_on_the_batch(self, dtype):
+        shape = replace(self.shape, dtype=dtype, cache_dtype=dtype)
+        case = Case("batch", shape, ((200, 1), (70, 1), (3, 1)))
         together, _ = self.outputs(case)
         for index, rows in enumerate(together):
             (alone,), _ = self.outputs(case, [(index, 1)])
             assert torch.equal(rows, alone)
 
-    def test_a_sequence_of_nan_leaves_its_neighbours_alone(self):
-        case = Case("nan", self.shape, ((100, 1), (70, 1)))
+    @pytest.mark.parametrize(
+        ("dtype", "cache_dtype"),
+        [
+            (torch.float32, torch.float32),
+            (torch.bfloat16, torch.bfloat16),
+            (torch.bfloat16, torch.float8_e4m3fn),
+        ],
+        ids=str,
+    )
+    def test_a_sequence_of_nan_leaves_its_neighbours_alone(self, dtype, cache_dtype):
+        shape = replace(self.shape, dtype=dtype, cache_dtype=cache_dtype)
+        case = Case("nan", shape, ((100, 1), (70, 1)))
         clean, _ = self.outputs(case)
         world = case.world()
         world._implementation = EmulatedBackend(SCHEDULES[0], CHUNK)
@@ -210,7 +223,7 @@ def test_offsets_beyond_32_bits():
     far = block * size * dim
     assert far > 2**32
     q, k, v = (randn(1, dim, dtype=torch.bfloat16, seed=seed) for seed in range(3))
-    with EmulatedDevice(write_library(torch.bfloat16), SCHEDULES[0]) as device:
+    with EmulatedDevice(write_library(torch.bfloat16, torch.bfloat16), SCHEDULES[0]) as device:
         caches = [device.allocate(name, 2 * (far + size * dim)) for name in ("k", "v")]
         params = KvCacheWriteParams(
             qkv=device.upload("qkv", torch.cat((q, k, v), dim=1)),
@@ -238,22 +251,22 @@ def test_offsets_beyond_32_bits():
     magic, shift = division_by(size)
     common = {"scale": 1.0, "kv_heads": 1, "group": 1, "block_size": size}
     common |= {"block_magic": magic, "block_shift": shift}
-    decode = decode_kernel("BFloat16", dim, 1)
+    decode = decode_kernel("BFloat16", dim, 8)
     prefill = prefill_kernel("BFloat16", dim)
     for kernel, library, struct, more, shared in (
         (
             decode,
-            decode_library(torch.bfloat16),
+            decode_library(torch.bfloat16, torch.bfloat16),
             PagedAttentionDecodeParams,
             {"chunk_tokens": CHUNK, "max_rows": 1},
-            decode_shared_bytes("BFloat16", dim, 1),
+            decode_shared_bytes("BFloat16", dim, 8),
         ),
         (
             prefill,
-            prefill_library(torch.bfloat16),
+            prefill_library(torch.bfloat16, torch.bfloat16),
             PagedAttentionPrefillParams,
             {},
-            prefill_shared_bytes(dim),
+            prefill_shared_bytes("BFloat16", dim),
         ),
     ):
         with EmulatedDevice(library, SCHEDULES[0]) as device:

@@ -51,6 +51,10 @@ class AttentionParams:
     """Keys that a query sees, up to its own; 0: all of them."""
     soft_cap: float = 0.0
     """Scores become ``cap * tanh(score / cap)``; 0: they stay (Gemma 2)."""
+    k_scale: float = 1.0
+    """Keys are divided by it where the cache is float8_e4m3fn."""
+    v_scale: float = 1.0
+    """Values are."""
 
     def __post_init__(self) -> None:
         """Raise :class:`AttentionError` for what no backend could run."""

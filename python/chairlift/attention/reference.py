@@ -1,7 +1,7 @@
 """Paged attention in plain PyTorch: the specification that every kernel is tested against.
 
 Simple, slow, on any device; all arithmetic in float32, results rounded once to the types of the
-output and of the caches.
+output and of the caches. Caches of float8_e4m3fn hold keys and values divided by their scales.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ def apply_rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor
     return torch.cat((first * c - second * s, second * c + first * s, rest), dim=-1)
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Store ``k`` and ``v`` ``[T, Hkv, D]`` at their slots of caches ``[blocks, Hkv, size, D]``."""
-    block_size = k_cache.shape[2]
-    blocks, offsets = slots // block_size, slots % block_size
-    k_cache[blocks, :, offsets] = k.to(k_cache.dtype)
-    v_cache[blocks, :, offsets] = v.to(v_cache.dtype)
+def write_kv(x: Tensor, cache: Tensor, slots: Tensor, scale: float = 1.0) -> None:
+    """Store keys or values ``[T, Hkv, D]`` at their slots of a cache ``[blocks, Hkv, size, D]``."""
+    if cache.dtype == torch.float8_e4m3fn:
+        most = torch.finfo(cache.dtype).max
+        x = (x / scale).clamp(-most, most)  # NaN stays
+    block_size = cache.shape[2]
+    cache[slots // block_size, :, slots % block_size] = x.to(cache.dtype)
 
 
-def gather_kv(cache: Tensor, block_ids: Tensor, seq_len: int) -> Tensor:
+def gather_kv(cache: Tensor, block_ids: Tensor, seq_len: int, scale: float = 1.0) -> Tensor:
     """Collect one sequence's keys or values from its blocks: ``[seq_len, Hkv, D]`` float32."""
     blocks = cache[block_ids].transpose(1, 2)  # [blocks, size, Hkv, D]
-    return blocks.reshape(-1, *blocks.shape[2:])[:seq_len].float()
+    x = blocks.reshape(-1, *blocks.shape[2:])[:seq_len].float()
+    return x * scale if cache.dtype == torch.float8_e4m3fn else x
 
 
 def attend(
@@ -90,6 +92,19 @@ class ReferenceBackend:
         params: AttentionParams,
     ) -> Tensor:
         """See :class:`chairlift.attention.AttentionBackend`."""
+        q = self.write(qkv, k_cache, v_cache, metadata, params)
+        out = self.attend(q, k_cache, v_cache, metadata, params)
+        return out.view(qkv.shape[0], -1).to(qkv.dtype)
+
+    def write(
+        self,
+        qkv: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> Tensor:
+        """Write the step's keys and values; returns the queries ``[T, Hq, D]`` float32."""
         heads, kv_heads, dim = params.num_heads, params.num_kv_heads, params.head_dim
         x = qkv.float().view(qkv.shape[0], -1, dim)  # [T, heads, D]
         q, k, v = torch.split(x, [heads, kv_heads, kv_heads], dim=1)
@@ -100,14 +115,27 @@ class ReferenceBackend:
         if params.cos_sin is not None:
             positions = torch.tensor(metadata.positions, dtype=torch.int64, device=qkv.device)
             q, k = (apply_rope(t, positions, *params.cos_sin) for t in (q, k))
-        write_kv(k, v, k_cache, v_cache, torch.tensor(metadata.slot_mapping, device=qkv.device))
+        slots = torch.tensor(metadata.slot_mapping, device=qkv.device)
+        write_kv(k, k_cache, slots, params.k_scale)
+        write_kv(v, v_cache, slots, params.v_scale)
+        return q
 
+    def attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> Tensor:
+        """Attend queries to what the caches hold; ``[T, Hq, D]`` float32 both ways."""
         starts, offsets = metadata.query_start_loc, metadata.block_table_offsets
         out = torch.empty_like(q)
         for i, seq_len in enumerate(metadata.seq_lens.tolist()):
             ids = metadata.block_ids[offsets[i] : offsets[i + 1]]
-            table = torch.tensor(ids, dtype=torch.int64, device=qkv.device)
-            keys, values = (gather_kv(cache, table, seq_len) for cache in (k_cache, v_cache))
+            table = torch.tensor(ids, dtype=torch.int64, device=q.device)
+            keys = gather_kv(k_cache, table, seq_len, params.k_scale)
+            values = gather_kv(v_cache, table, seq_len, params.v_scale)
             tokens = slice(int(starts[i]), int(starts[i + 1]))
             out[tokens] = attend(
                 q[tokens],
@@ -117,4 +145,4 @@ class ReferenceBackend:
                 window=params.window,
                 soft_cap=params.soft_cap,
             )
-        return out.view(qkv.shape[0], heads * dim).to(qkv.dtype)
+        return out

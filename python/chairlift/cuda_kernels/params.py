@@ -41,6 +41,8 @@ class KvCacheWriteParams(Structure):
         ("rotary_half", c_int),
         ("block_size", c_int),
         ("norm_eps", c_float),
+        ("k_scale", c_float),
+        ("v_scale", c_float),
     )
 
 
@@ -69,6 +71,8 @@ class PagedAttentionDecodeParams(Structure):
         ("block_shift", c_int),
         ("chunk_tokens", c_int),
         ("max_rows", c_int),
+        ("k_scale", c_float),
+        ("v_scale", c_float),
     )
 
 
@@ -109,6 +113,8 @@ class PagedAttentionPrefillParams(Structure):
         ("block_size", c_int),
         ("block_magic", c_uint),
         ("block_shift", c_int),
+        ("k_scale", c_float),
+        ("v_scale", c_float),
     )
 
 

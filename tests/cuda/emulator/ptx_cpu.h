@@ -39,6 +39,28 @@ inline unsigned short float_to_bfloat16(float value) {
     return static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
+inline unsigned e4m3_to_halves(unsigned short two) {
+    unsigned halves = 0;
+    for (int i = 0; i < 2; ++i) {
+        const unsigned bits = two >> 8 * i & 0xffu;
+        const int exponent = bits >> 3 & 0xf;
+        const float mantissa = static_cast<float>(bits & 7u);
+        float value = exponent == 0 ? mantissa * 0x1p-9f : std::ldexp(8.0f + mantissa, exponent - 10);
+        if ((bits & 0x7fu) == 0x7fu) value = __uint_as_float(0x7fffffffu);
+        if (bits >> 7) value = -value;
+        halves |= static_cast<unsigned>(float_to_half(value)) << 16 * i;
+    }
+    return halves;
+}
+
+inline unsigned multiply_halves(unsigned a, unsigned b) {
+    const auto product = [=](int shift) -> unsigned {
+        const float left = half_to_float(static_cast<unsigned short>(a >> shift));
+        return float_to_half(left * half_to_float(static_cast<unsigned short>(b >> shift)));
+    };
+    return product(0) | product(16) << 16;
+}
+
 inline void copy_async_16(void* shared, const void* global, int bytes) {
     using namespace emulator;
     Thread& self = threads[current];
@@ -100,6 +122,24 @@ inline void load_matrices(unsigned (&to)[4], const void* shared, int line = __bu
 inline void load_matrices_transposed(unsigned (&to)[4], const void* shared,
                                      int line = __builtin_LINE()) {
     emulator::warp_operation(load_matrices_of_warp<true>, 0xffffffffu, &shared, to, line);
+}
+
+inline void transpose_matrix_of_warp(emulator::Thread* warp, unsigned) {
+    const auto element = [&](unsigned row, unsigned column) -> unsigned {
+        const unsigned pair = *static_cast<const unsigned*>(warp[row * 4 + column / 2].in);
+        return pair >> 16 * (column % 2) & 0xffffu;
+    };
+    for (unsigned lane = 0; lane < 32; ++lane) {
+        const unsigned row = lane / 4;
+        const unsigned column = lane % 4 * 2;
+        *static_cast<unsigned*>(warp[lane].out) = element(column, row) | element(column + 1, row) << 16;
+    }
+}
+
+inline unsigned transpose_matrix(unsigned pair, int line = __builtin_LINE()) {
+    unsigned transposed;
+    emulator::warp_operation(transpose_matrix_of_warp, 0xffffffffu, &pair, &transposed, line);
+    return transposed;
 }
 
 /// What a lane brings to an mma: its fragments of A and B. C is its output.

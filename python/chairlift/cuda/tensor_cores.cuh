@@ -1,0 +1,1 @@
+../../../cuda/tensor_cores.cuh
