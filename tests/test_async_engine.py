@@ -149,9 +149,9 @@ def test_deltas_of_one_iteration_are_one_wake_up(run):
                 executor.release()
             await asyncio.gather(*reading)
         assert len(read) == 1_500
-        # By the third step all run, and nobody has ended yet.
-        assert executor.steps[2].num_decodes == executor.steps[29].num_decodes == 50
-        assert [after - before for before, after in pairwise(wake_ups[2:])] == [1] * 27
+        # By the fourth step all run, also where it was planned ahead, and nobody has ended yet.
+        assert executor.steps[3].num_decodes == executor.steps[29].num_decodes == 50
+        assert [after - before for before, after in pairwise(wake_ups[3:])] == [1] * 26
 
     run(main)
 
