@@ -142,7 +142,7 @@ fn vocabulary() -> Vocabulary {
     let offsets: Vec<i64> = (0..=i64::from(VOCAB_SIZE)).map(|token| token * 4).collect();
     let special = vec![0; VOCAB_SIZE as usize];
     Vocabulary {
-        tokens: Arc::new(TokenTable::new(bytes, &offsets, &special).expect("a right table")),
+        tokens: Arc::new(TokenTable::new(&bytes, &offsets, &special).expect("a right table")),
         eos_token_ids: vec![2],
     }
 }

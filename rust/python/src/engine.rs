@@ -317,7 +317,7 @@ fn start_scheduler(
 fn read_vocabulary(py: Python<'_>, view: VocabularyView) -> PyResult<Vocabulary> {
     let offsets = view.token_offsets.to_vec(py)?;
     let special = view.special.to_vec(py)?;
-    let table = TokenTable::new(view.token_bytes, &offsets, &special)
+    let table = TokenTable::new(&view.token_bytes, &offsets, &special)
         .map_err(|error| setup_error(&error.to_string(), error.code()))?;
     Ok(Vocabulary {
         tokens: Arc::new(table),

@@ -127,7 +127,7 @@ impl Header {
                 *flag = 1;
             }
         }
-        let table = TokenTable::new(self.token_bytes.clone(), &offsets, &special);
+        let table = TokenTable::new(&self.token_bytes, &offsets, &special);
         let record = "the vocabulary in its header";
         Ok(Vocabulary {
             tokens: Arc::new(table.map_err(|_| LogError::Damaged { record })?),

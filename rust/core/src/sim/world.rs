@@ -347,7 +347,7 @@ impl<'a> World<'a> {
 
 /// Tokens without text: what lies beyond a token table has none.
 fn vocabulary() -> Vocabulary {
-    let tokens = TokenTable::new(Vec::new(), &[0, 0], &[1]);
+    let tokens = TokenTable::new(&[], &[0, 0], &[1]);
     Vocabulary {
         tokens: Arc::new(tokens.expect("one token without bytes is a table")),
         eos_token_ids: vec![EOS],

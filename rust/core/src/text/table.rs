@@ -27,7 +27,7 @@ struct Token {
 
 impl TokenTable {
     /// Takes the flat bytes, `V + 1` offsets into them and `V` flags (non-zero: special).
-    pub fn new(bytes: Vec<u8>, offsets: &[i64], special: &[u8]) -> Result<Self, TokenTableError> {
+    pub fn new(bytes: &[u8], offsets: &[i64], special: &[u8]) -> Result<Self, TokenTableError> {
         let tokens = offsets.len().saturating_sub(1);
         if tokens == 0 {
             return Err(TokenTableError::Empty {
@@ -58,7 +58,7 @@ impl TokenTable {
                 end: offsets[token + 1],
             });
         }
-        Ok(Self::from_parts(&bytes, offsets, special))
+        Ok(Self::from_parts(bytes, offsets, special))
     }
 
     fn from_parts(bytes: &[u8], offsets: &[i64], special: &[u8]) -> Self {
@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     fn looks_up_bytes_and_flags() {
-        let table = TokenTable::new(b"abc".to_vec(), &[0, 2, 2, 3], &[0, 1, 0]).unwrap();
+        let table = TokenTable::new(b"abc", &[0, 2, 2, 3], &[0, 1, 0]).unwrap();
         assert_eq!(table.len(), 3);
         let bytes: Vec<&[u8]> = (0..5).map(|token| table.bytes(token)).collect();
         assert_eq!(bytes, [b"ab" as &[u8], b"", b"c", b"", b""]);
@@ -195,8 +195,7 @@ mod tests {
 
     #[test]
     fn tells_text_from_parts_of_characters() {
-        let bytes = "aé€".as_bytes().to_vec();
-        let table = TokenTable::new(bytes, &[0, 1, 3, 5, 6, 6], &[0; 5]).unwrap();
+        let table = TokenTable::new("aé€".as_bytes(), &[0, 1, 3, 5, 6, 6], &[0; 5]).unwrap();
         let texts: Vec<_> = (0..6).map(|token| table.text(token)).collect();
         let halves: [Result<&str, &[u8]>; 2] = [Err(b"\xe2\x82"), Err(b"\xac")];
         assert_eq!(
@@ -210,7 +209,7 @@ mod tests {
     #[test]
     fn refuses_what_does_not_fit_together() {
         let refuse = |offsets: &[i64], special: &[u8]| {
-            let error = TokenTable::new(b"abc".to_vec(), offsets, special).unwrap_err();
+            let error = TokenTable::new(b"abc", offsets, special).unwrap_err();
             assert_eq!(error.code(), "bad_token_table");
             error
         };

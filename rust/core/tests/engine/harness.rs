@@ -83,7 +83,7 @@ pub fn vocabulary(vocab_size: u32) -> Vocabulary {
     let mut special = vec![0; vocab_size as usize];
     special[EOS as usize] = 1;
     Vocabulary {
-        tokens: Arc::new(TokenTable::new(bytes, &offsets, &special).expect("the table is right")),
+        tokens: Arc::new(TokenTable::new(&bytes, &offsets, &special).expect("the table is right")),
         eos_token_ids: vec![EOS],
     }
 }
