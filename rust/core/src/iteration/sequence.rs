@@ -260,7 +260,6 @@ impl Sequence {
         !self.is_in_flight() || self.may_be_planned_ahead()
     }
 
-    #[cold]
     fn may_be_planned_ahead(&self) -> bool {
         let samples = self.num_expected_tokens() > self.num_tokens();
         let ends_by_length = self.num_output_tokens() + 1 >= self.ending.max_tokens;

@@ -121,7 +121,7 @@ pub(crate) fn write_sequence(plan: &mut StepPlan, sequence: &Sequence, limits: &
 }
 
 /// The next token is sampled by a step in flight: the executor has it.
-#[cold]
+#[inline(never)]
 fn mark_as_sampled(plan: &mut StepPlan) {
     plan.token_sources.resize(plan.token_ids.len(), SOURCE_ID);
     plan.token_sources.push(SOURCE_LAST_SAMPLED);
