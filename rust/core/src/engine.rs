@@ -197,7 +197,7 @@ impl Engine {
             Ok(somebody_ended) => {
                 self.lane.in_flight.landed(step, now);
                 if somebody_ended {
-                    leave_together(&mut self.ledger, &mut self.lane, now);
+                    leave_together(&mut self.ledger, &self.lane, now);
                     remove_ended(&mut self.ledger, &mut self.lane);
                 }
                 self.lane.idle_since = (!self.lane.running.is_empty()).then_some(now);
