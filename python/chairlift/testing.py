@@ -260,7 +260,8 @@ class ScriptedExecutor(BlockingExecutor):
                 self._gate.wait_for(lambda: not self._stands_still)
 
     def _sample(self, plan: StepPlan, broken: list[bool]) -> StepResult:
-        tokens, logprobs = [], []
+        tokens: list[int] = []
+        logprobs: list[list[tuple[int, float]]] = []
         statuses = np.zeros(len(plan.rows), dtype=np.uint8)
         sequences = np.searchsorted(plan.query_start_loc, plan.logits_indices, side="right") - 1
         for sample_index, sequence in enumerate(sequences):

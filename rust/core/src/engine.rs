@@ -18,10 +18,11 @@ use crate::iteration::progress::Progress;
 use crate::iteration::scheduler::Scheduler;
 use crate::iteration::seats::{OldestWaits, Seat};
 use crate::iteration::shares::Share;
+use crate::memory::blocks::BlockCopy;
 use crate::metrics::{GroupMetrics, IterationMetrics, MemoryMetrics, Metrics, PaceMetrics};
 use crate::output::OutputBatch;
 use crate::predict::iteration_time::CostModel;
-use crate::request::{Finish, NewRequest, RequestId, Ticket, Time};
+use crate::request::{Finish, NewRequest, RequestId, SequenceKey, Ticket, Time};
 use crate::request::{WaitReason, WaitTimes};
 use crate::waiting::forecast::Blocked;
 
@@ -196,7 +197,7 @@ impl Engine {
             Ok(somebody_ended) => {
                 self.lane.in_flight.landed(step, now);
                 if somebody_ended {
-                    leave_together(&mut self.ledger, &mut self.lane, now);
+                    leave_together(&mut self.ledger, &self.lane, now);
                     remove_ended(&mut self.ledger, &mut self.lane);
                 }
                 self.lane.idle_since = (!self.lane.running.is_empty()).then_some(now);
@@ -214,9 +215,17 @@ impl Engine {
         let Some(step) = self.take_oldest(step) else {
             return;
         };
-        // Whoever was to get a copied block in it cannot go on either, even without a token in it.
-        let owners = step.copies.iter().map(|&(key, _)| key);
-        for key in step.parts().map(|part| part.sequence).chain(owners) {
+        // Whoever was to get a copied block in it cannot go on either, even without a token in it. One that
+        // is gone has left its name to somebody who does not have that block.
+        let has_copy = |(key, copy): &&(SequenceKey, BlockCopy)| {
+            let owner = self.ledger.sequences.get(key.0);
+            let block = copy.destination().block;
+            owner.is_some_and(|owner| owner.table.blocks().contains(&block))
+        };
+        let owners = step.copies.iter().filter(has_copy).map(|&(key, _)| key);
+        let in_step = step.parts().map(|part| part.sequence);
+        let affected: Vec<_> = in_step.chain(owners).collect();
+        for key in affected {
             // One that has no token in the step leaves at once, with its request's other end.
             if let Some(sequence) = self.ledger.sequences.get(key.0) {
                 let request = sequence.request;

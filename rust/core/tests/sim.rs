@@ -10,8 +10,8 @@ use chairlift_core::config::policy::{
 };
 use chairlift_core::request::Finish;
 use chairlift_core::sim::{
-    Cause, CostProfile, GapProbe, IterationView, Outcome, Random, Record, SimConfig, SimError,
-    SimOutcome, SimRequest, Workload, capacity, simulate,
+    Cause, CostProfile, GapProbe, Iteration, IterationView, Outcome, Random, Record, SimConfig,
+    SimError, SimOutcome, SimRequest, Workload, capacity, simulate,
 };
 
 fn to_the_end(_: &Engine, _: &IterationView<'_>) -> ControlFlow<()> {
@@ -105,8 +105,9 @@ fn steps_that_are_planned_ahead_run_one_after_the_other() {
         }
     }
     assert!(served > 100, "{served}");
-    let tokens =
-        |outcome: &SimOutcome| -> u32 { outcome.iterations.iter().map(|i| i.num_tokens()).sum() };
+    let tokens = |outcome: &SimOutcome| -> u32 {
+        outcome.iterations.iter().map(Iteration::num_tokens).sum()
+    };
     assert_ne!(
         tokens(&outcome),
         tokens(&alone),

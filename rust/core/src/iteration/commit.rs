@@ -104,7 +104,9 @@ impl Commit<'_> {
                 let (block_size, caching) =
                     (self.limits.block_size(), self.limits.prefix_caching());
                 sequence.advance(scheduled, block_size, caching);
-                sequence.num_scored_tokens += part.num_scores;
+                if part.num_scores > 0 {
+                    sequence.num_scored_tokens += part.num_scores;
+                }
                 let end = sequence.num_computed_tokens;
                 self.ledger.charge_computed(key, end, scheduled, step_ns);
                 self.tell_scores(key, scores);

@@ -241,10 +241,10 @@ impl Sequence {
         self.num_computed_tokens + self.num_in_flight_tokens
     }
 
-    /// Tokens that it has when the steps in flight have landed: one more than it has now where they
-    /// compute all that it has.
+    /// Tokens that it has when the steps in flight have landed: where they compute all that it has now, a
+    /// sampled one comes after those.
     pub(crate) fn num_expected_tokens(&self) -> u32 {
-        self.num_tokens() + u32::from(self.num_planned_tokens() == self.num_tokens())
+        self.num_tokens().max(self.num_planned_tokens() + 1)
     }
 
     /// Tokens whose K and V are still to be computed, then; at least one.
@@ -268,7 +268,6 @@ impl Sequence {
         !self.is_in_flight() || self.may_be_planned_ahead()
     }
 
-    #[cold]
     fn may_be_planned_ahead(&self) -> bool {
         let samples = self.num_expected_tokens() > self.num_tokens();
         let ends_by_length = self.num_output_tokens() + 1 >= self.ending.max_tokens;

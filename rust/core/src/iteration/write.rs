@@ -152,7 +152,7 @@ fn token_of(sequence: &Sequence, position: u32, at: usize, sources: &mut Vec<u8>
     0
 }
 
-#[cold]
+#[inline(never)]
 fn mark_as_sampled(sources: &mut Vec<u8>, at: usize) {
     sources.resize(at, SOURCE_ID);
     sources.push(SOURCE_LAST_SAMPLED);

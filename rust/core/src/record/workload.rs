@@ -88,7 +88,6 @@ impl Measures {
                 self.submit(now, request, code, replayer.engine().limits().block_size());
             }
             Entry::Schedule { plan: None } if self.in_flight.is_empty() => self.landed_us = None,
-            Entry::Schedule { plan: None } => {}
             Entry::Schedule { plan: Some(_) } => {
                 let padding = replayer.engine().padding();
                 let mut step = measure(replayer.plan());
