@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from mmap import PAGESIZE
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from chairlift.gpu.memory import kv_memory
 from chairlift.gpu.pinning import new_ranges
 from chairlift.gpu.plan_buffers import ListBuffer
 from chairlift.gpu.profiling import profiling_plan
-from chairlift.gpu.sampling import plain_rows
+from chairlift.gpu.sampling import DeviceSampler, plain_rows
+from chairlift.sampler import Sampler
 from plans import greedy_resets, make_plan, place
 
 
@@ -168,13 +170,35 @@ class TestListBuffer:
     def test_the_next_step_does_not_touch_what_may_not_be_copied_yet(self):
         buffer = ListBuffer(10, Host())
         buffer.send(1, [np.array([1, 2], np.int32)])
-        first = buffer._hosts[1].clone()
         buffer.send(2, [np.array([3, 4], np.int32)])
-        assert torch.equal(buffer._hosts[1], first)
+        assert sorted(host[:2].tolist() for host in buffer._hosts) == [[1, 2], [3, 4]]
 
     def test_more_than_fits_is_refused(self):
         with pytest.raises(UnsupportedStepError, match="more than 3 entries"):
             ListBuffer(3, Host()).send(1, [np.zeros((2, 2), np.int32)])
+
+
+def test_greedy_sampling_is_that_of_the_cpu():
+    """The first of equals; what cannot be sampled from fails, and only that."""
+    nan, inf = float("nan"), float("inf")
+    logits = torch.tensor(
+        [
+            [0.0, 3.0, 1.0, 3.0],
+            [0.0, nan, 1.0, 3.0],
+            [0.0, inf, 1.0, 3.0],
+            [-inf, -inf, -inf, -inf],
+            [-inf, -2.0, -inf, -9.0],
+        ]
+    )
+    rows = np.array([5, 1, 2, 3, 4], np.int32)
+    plan = SimpleNamespace(step=1, sample_rows=rows, sample_output_indices=np.zeros(5, np.int32))
+    ours = DeviceSampler(8, 4, Host())
+    found = ours.sample(logits, plan, torch.tensor(rows))()
+    wanted = Sampler(8, 4).sample(logits, rows, plan.sample_output_indices)
+    assert found.token_ids.tolist() == wanted.token_ids.tolist() == [1, 0, 0, 0, 1]
+    assert found.statuses.tolist() == wanted.statuses.tolist() == [0, 1, 1, 1, 0]
+    assert found.logprobs is wanted.logprobs is None
+    assert ours.last_tokens[5] == 1
 
 
 @pytest.mark.parametrize(

@@ -340,6 +340,12 @@ def test_what_it_cannot_run_is_refused(tiny, prompts):
     run_step(executor, [sequence], plan)  # and it goes on
 
 
+def test_more_rows_than_it_has_are_refused(tiny):
+    limits = {"max_num_seqs": 9, "block_size": BLOCK}
+    with pytest.raises(ConfigError, match="max_num_seqs is 9, but the executor has 8"):
+        LLM(executor=on_cuda(tiny, enforce_eager=True), tokenizer=ByteTokenizer(), **limits)
+
+
 def test_head_sizes_without_kernels_are_refused(tmp_path):
     config = transformers.LlamaConfig(
         vocab_size=32,

@@ -165,6 +165,11 @@ class CudaExecutor:
         return self.kv_pool.max_model_len
 
     @property
+    def max_num_seqs(self) -> int:
+        """Rows that there are."""
+        return self._config.max_num_seqs
+
+    @property
     def num_kv_blocks(self) -> int:
         """Blocks of the KV pool."""
         return self.kv_pool.num_blocks
