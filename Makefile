@@ -12,7 +12,7 @@ TRACES ?=
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-rust test-python soak check format bench figures wheel clean
+.PHONY: help run test test-rust test-python soak check format bench figures gpu gpu-all wheel clean
 
 help: ## This list
 	@echo "Chairlift: make <target>"
@@ -67,6 +67,18 @@ figures: $(STAMPS)/installed ## Tables and pictures of the policies into docs/; 
 		--also "$(TRACES)/lengths_sharegpt8k.csv.gz" --profile gpu-8b-small --max-tokens 4096 --load 0.95 --requests 14000
 	-$(POLICIES) governor $(CHAT)
 	-$(POLICIES) backfill $(CHAT) --profile gpu-8b-small
+
+gpu: $(STAMPS)/installed ## On a CUDA device: the kernels' table, tokens, graphs, then the benches
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) gpu-all; \
+		else echo "there is no CUDA device here: nothing was run"; fi
+
+gpu-all:
+	$(BIN)/python -m pytest -m gpu
+	@if command -v compute-sanitizer >/dev/null; then \
+		compute-sanitizer --error-exitcode 1 $(BIN)/python -m pytest -m gpu -k "reference or rms_norm or silu or copy"; \
+		else echo "compute-sanitizer is not there: the kernels ran without it"; fi
+	$(BIN)/python benches/gpu_attention.py
+	$(BIN)/python benches/gpu_engine.py
 
 wheel: $(STAMPS)/installed ## One abi3 wheel for CPython 3.11 and newer, in dist/
 	rm -rf dist

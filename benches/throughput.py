@@ -18,11 +18,11 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from chairlift import LLM, SamplingParams
 from chairlift.engine_args import DEFAULT_MODEL
-from chairlift.models import llama
 from chairlift.torch_executor import TorchExecutor
 
 Request = tuple[list[int], int]
@@ -98,8 +98,10 @@ def instrument(executor: TorchExecutor) -> None:
         for layer in model._layers
     ]
     model._lm_head = Timed("output layer (lm_head)", model._lm_head)
-    llama.add_rms_norm = Timed("norms, activation", llama.add_rms_norm)
-    llama.silu_and_mul = Timed("norms, activation", llama.silu_and_mul)
+    model._ops = SimpleNamespace(
+        add_rms_norm=Timed("norms, activation", model._ops.add_rms_norm),
+        silu_and_mul=Timed("norms, activation", model._ops.silu_and_mul),
+    )
     backend.forward = Timed("attention (rope, cache write)", backend.forward)
     backend.prepare = Timed("attention (rope, cache write)", backend.prepare)
     executor._sample = Timed("sampling", executor._sample)

@@ -51,12 +51,28 @@ NOWHERE = "/no/such/model"
         ("seed", None, "seed is None"),
         ("dtype", 32, "dtype is 32; it must be a string"),
         ("revision", 1, "revision is 1; it must be a string"),
+        ("device", "tpu", "device is 'tpu'; known are cpu, cuda"),
+        ("device", 0, "device is 0; it must be a string"),
+        ("gpu_memory_utilization", 0, "gpu_memory_utilization is 0; it must be above 0"),
+        ("gpu_memory_utilization", 1.01, "gpu_memory_utilization is 1.01; it must be above 0"),
+        ("gpu_memory_utilization", "half", "gpu_memory_utilization is 'half'"),
+        ("gpu_memory_utilization", True, "gpu_memory_utilization is True"),
+        ("enforce_eager", None, "enforce_eager is None; it must be True or False"),
     ],
 )
 @pytest.mark.parametrize("engine", [LLM, AsyncEngine])
 def test_an_option_is_refused_before_the_model_is_looked_for(engine, option, value, message):
     with pytest.raises(ConfigError, match=message) as caught:
         engine(NOWHERE, **{option: value})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_device_that_is_not_there_is_refused_before_the_model_is_looked_for(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(
+        ConfigError, match="device is 'cuda', but there is no CUDA device"
+    ) as caught:
+        LLM(NOWHERE, device="cuda")
     assert "\n" not in str(caught.value)
 
 

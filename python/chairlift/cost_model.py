@@ -100,7 +100,7 @@ class CostKey:
     device: str
     dtype: str
     threads: int
-    """Of the forward pass."""
+    """Of the forward pass; 0 where it is not on the CPU."""
 
     @classmethod
     def on_this_cpu(cls, *, model: str, dtype: str, threads: int) -> Self:

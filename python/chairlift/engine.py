@@ -311,8 +311,49 @@ def _given_parts(args: EngineArgs, given: Executor | str) -> _Parts:
     )
 
 
+def _model_parts(args: EngineArgs) -> _Parts:
+    """Load the model into the executor of its device."""
+    return _cuda_parts(args) if args.device == "cuda" else _torch_parts(args)
+
+
+def _cuda_parts(args: EngineArgs) -> _Parts:
+    """Load the model into the CUDA executor."""
+    from chairlift.gpu import CudaExecutor, CudaExecutorConfig  # noqa: PLC0415  # torch is heavy
+    from chairlift.gpu.device import CudaDevice  # noqa: PLC0415
+    from chairlift.hub import resolve_model  # noqa: PLC0415
+
+    device = CudaDevice()  # before a model is fetched for nothing
+    directory = resolve_model(args.model, revision=args.revision)
+    executor = CudaExecutor(
+        CudaExecutorConfig(
+            model_dir=directory,
+            dtype=args.dtype,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_model_len=args.max_model_len,
+            block_size=args.block_size,
+            num_kv_blocks=args.num_kv_blocks,
+            kv_cache_memory=args.kv_cache_memory,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            enforce_eager=args.enforce_eager,
+        ),
+        device,
+    )
+    return _Parts(
+        executor=executor,
+        tokenizer=_tokenizer(args, own=None),
+        vocab_size=executor.vocab_size,
+        num_kv_blocks=executor.num_kv_blocks,
+        max_model_len=executor.max_model_len,
+        eos_token_ids=executor.model_config.eos_token_ids,
+        cost_key=CostKey(
+            model=str(directory), device=device.name, dtype=str(executor.dtype), threads=0
+        ),
+    )
+
+
 def _torch_parts(args: EngineArgs) -> _Parts:
-    """Load the model into the PyTorch executor."""
+    """Load the model into the PyTorch executor on the CPU."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     import torch  # noqa: PLC0415  # torch is heavy
@@ -460,7 +501,7 @@ class _ExecutorThread(threading.Thread):
         args = self._args
         try:
             parts = (
-                _torch_parts(args) if args.executor is None else _given_parts(args, args.executor)
+                _model_parts(args) if args.executor is None else _given_parts(args, args.executor)
             )
         except BaseException as error:
             self._parts.set_exception(error)

@@ -19,7 +19,8 @@ DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_MAX_MODEL_LEN = 8_192
 _MOST_KV_BLOCKS = 2**26
 """The core's MAX_KV_BLOCKS: what stands for a pool whose size is not known yet."""
-_KINDS = {"str": str, "int": int, "bool": bool}
+_DEVICES = ("cpu", "cuda")
+_KINDS = {"str": str, "int": int, "bool": bool, "float": float}
 _POSITIVE = ("kv_cache_memory", "num_threads", "record_limit")
 _LARGEST = {
     "kv_cache_memory": 2**63 - 1,
@@ -39,6 +40,7 @@ class EngineOptions(TypedDict, total=False):
     tokenizer: TokenizerLike | str | None
     executor: Executor | str | None
     revision: str | None
+    device: str
     dtype: str
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -47,6 +49,8 @@ class EngineOptions(TypedDict, total=False):
     block_size: int
     num_kv_blocks: int | None
     kv_cache_memory: int | None
+    gpu_memory_utilization: float
+    enforce_eager: bool
     enable_prefix_caching: bool
     watermark_blocks: int | None
     max_queued_requests: int
@@ -81,11 +85,14 @@ class EngineArgs:
     """A tokenizer or a directory that has one; None: the model's (or the executor's own)."""
     executor: Executor | str | None = None
     """An executor, or ``module:Class`` (see :func:`chairlift.engine.load_executor`); None: PyTorch
-    on the CPU."""
+    on ``device``."""
     revision: str | None = None
     """Revision of a hub id."""
+    device: str = "cpu"
+    """``cpu``, or ``cuda``: torch's current CUDA device."""
     dtype: str = "auto"
-    """``float32``, ``bfloat16``, or ``auto``: what the machine computes natively."""
+    """``float32``, ``bfloat16``, ``float16`` (on CUDA), or ``auto``: what the device computes
+    natively."""
     max_num_seqs: int = 256
     """Most sequences that run at once."""
     max_num_batched_tokens: int = 2_048
@@ -100,6 +107,11 @@ class EngineArgs:
     """Blocks of the KV pool; None: from ``kv_cache_memory``."""
     kv_cache_memory: int | None = None
     """Bytes of the KV pool; None: a share of the memory that is available."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a CUDA device's memory that may be used; the KV pool gets what weights and the
+    largest step leave of it."""
+    enforce_eager: bool = False
+    """Whether a CUDA device is given every kernel by itself, without CUDA graphs."""
     enable_prefix_caching: bool = True
     """Whether KV blocks are found again by their content."""
     watermark_blocks: int | None = None
@@ -113,7 +125,7 @@ class EngineArgs:
     step_timeout: int = 300
     """Seconds after which a step that has not come back ends the engine; 0: never."""
     attention_backend: str = "cpu"
-    """``cpu`` (the Rust kernel) or ``reference`` (plain PyTorch)."""
+    """``cpu`` (the Rust kernel) or ``reference`` (plain PyTorch); a CUDA device has its own."""
     num_threads: int | None = None
     """Threads of the forward pass; None: PyTorch's own choice."""
     max_logprobs: int = 20
@@ -186,9 +198,13 @@ def check_args(args: EngineArgs) -> None:
             continue  # an object: whoever uses it checks it
         if kind is int:
             _check_integer(option.name, value, low=int(option.name in _POSITIVE))
+        elif kind is float:
+            _check_share(option.name, value)
         elif not isinstance(value, kind):
             wanted = "True or False" if kind is bool else "a string"
             raise ConfigError(f"{option.name} is {shown(value)}; it must be {wanted}")
+    if args.device not in _DEVICES:
+        raise ConfigError(f"device is {shown(args.device)}; known are {', '.join(_DEVICES)}")
     if not isinstance(args.record, str | PathLike | None):
         raise ConfigError(f"record is {shown(args.record)}; it must be the path of a file")
     for name, method in (("tokenizer", "token_table"), ("executor", "launch")):
@@ -239,6 +255,11 @@ def core_settings(
     for name in ("max_model_len", "num_kv_blocks", "vocab_size"):
         _check_integer(name, getattr(settings, name), low=0)
     return settings
+
+
+def _check_share(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
+        raise ConfigError(f"{name} is {shown(value)}; it must be above 0 and 1 at most")
 
 
 def _check_integer(name: str, value: object, *, low: int) -> None:

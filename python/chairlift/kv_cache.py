@@ -95,11 +95,20 @@ def size_kv_pool(
 class KvCache:
     """The blocks: K and V of each layer, ``[blocks, kv_heads, block_size, head_dim]`` each."""
 
-    def __init__(self, config: ModelConfig, size: KvPoolSize, dtype: torch.dtype) -> None:
-        """Reserve the memory; pages that no block is written to are never touched."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        size: KvPoolSize,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Reserve the memory; on the CPU, pages that no block is written to are never touched."""
         shape = (size.num_blocks, config.num_kv_heads, size.block_size, config.head_dim)
         self.layers = [
-            (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+            (
+                torch.zeros(shape, dtype=dtype, device=device),
+                torch.zeros(shape, dtype=dtype, device=device),
+            )
             for _ in range(config.num_layers)
         ]
 

@@ -52,9 +52,9 @@ def score_prompt(
         rows = slice(begin, begin + longest)
         logits = score(hidden[rows]).float()  # [rows, vocab]
         norm = logits.logsumexp(dim=1)  # [rows]
-        own = torch.from_numpy(plan.score_token_ids[rows].astype(np.int64))
-        values[offsets[:-1][rows]] = (logits.gather(1, own[:, None])[:, 0] - norm).numpy()
-        failed[rows] = ~norm.isfinite().numpy()
+        own = torch.from_numpy(plan.score_token_ids[rows].astype(np.int64)).to(logits.device)
+        values[offsets[:-1][rows]] = (logits.gather(1, own[:, None])[:, 0] - norm).cpu().numpy()
+        failed[rows] = ~norm.isfinite().cpu().numpy()
         num_best = int(plan.score_num_best[rows].max())
         if num_best:
             best, ids = logits.topk(num_best, dim=1)
@@ -62,5 +62,8 @@ def score_prompt(
             # Of each row as many as it asked for, behind its own entry.
             row, rank = np.nonzero(np.arange(num_best) < plan.score_num_best[rows, None])
             places = offsets[rows][row] + 1 + rank
-            token_ids[places], values[places] = ids.numpy()[row, rank], best.numpy()[row, rank]
+            token_ids[places], values[places] = (
+                ids.cpu().numpy()[row, rank],
+                best.cpu().numpy()[row, rank],
+            )
     return RaggedLogprobs(offsets, token_ids, values), failed

@@ -77,7 +77,7 @@ class TorchExecutor(BlockingExecutor):
             torch.set_num_threads(config.num_threads)
         self.model_config = ModelConfig.from_directory(config.model_dir)
         self.dtype = resolve_dtype(config.dtype)
-        longest = _longest_sequence(self.model_config, config.max_model_len)
+        longest = longest_sequence(self.model_config, config.max_model_len)
         start = time.perf_counter()
         with torch.inference_mode():
             weights = Checkpoint(config.model_dir, self.dtype)
@@ -124,7 +124,7 @@ class TorchExecutor(BlockingExecutor):
                 self._sampler.reset(plan.resets)
             hidden = self._model.forward(
                 torch.from_numpy(self._input_ids(plan)),
-                _scored_tokens(plan),
+                scored_tokens(plan),
                 self._cache.layers,
                 self._backend,
                 self._backend.prepare(plan),
@@ -136,13 +136,13 @@ class TorchExecutor(BlockingExecutor):
                 prompt_logprobs, failed = score_prompt(
                     plan, hidden[count:], self._model.score, self.model_config.vocab_size
                 )
-                _mark_failed(statuses, plan, plan.score_indices[failed])
+                mark_failed(statuses, plan, plan.score_indices[failed])
                 hidden = hidden[:count]
             if not count:
                 return StepResult(np.empty(0, dtype=np.int32), statuses, None, prompt_logprobs)
             sampled = self._sample(self._model.score(hidden), plan)
         self._last_tokens[plan.sample_rows] = sampled.token_ids
-        _mark_failed(statuses, plan, plan.logits_indices[sampled.statuses.nonzero()])
+        mark_failed(statuses, plan, plan.logits_indices[sampled.statuses.nonzero()])
         return StepResult(sampled.token_ids, statuses, sampled.logprobs, prompt_logprobs)
 
     def _sample(self, logits: torch.Tensor, plan: StepPlan) -> SamplerOutput:
@@ -182,7 +182,7 @@ def _has_native_bf16() -> bool:
     return not _NATIVE_BF16_FLAGS.isdisjoint(flags.split())
 
 
-def _longest_sequence(config: ModelConfig, wanted: int | None) -> int:
+def longest_sequence(config: ModelConfig, wanted: int | None) -> int:
     """Return ``max_model_len`` for what the user wants and the model can; say where they differ."""
     if wanted is not None and not 1 <= wanted <= config.max_position:
         raise ModelError(
@@ -200,7 +200,7 @@ def _longest_sequence(config: ModelConfig, wanted: int | None) -> int:
     return longest
 
 
-def _scored_tokens(plan: StepPlan) -> torch.Tensor | None:
+def scored_tokens(plan: StepPlan) -> torch.Tensor | None:
     """Return the indices of the tokens to score: ``[S]`` to sample from, then ``[P]`` of prompts.
 
     None stands for all, in order.
@@ -213,7 +213,7 @@ def _scored_tokens(plan: StepPlan) -> torch.Tensor | None:
     return torch.from_numpy(indices.astype(np.int64))
 
 
-def _mark_failed(statuses: UInt8Array, plan: StepPlan, tokens: Int32Array) -> None:
+def mark_failed(statuses: UInt8Array, plan: StepPlan, tokens: Int32Array) -> None:
     """Mark the sequences that these query tokens belong to."""
     if len(tokens):
         statuses[np.searchsorted(plan.query_start_loc, tokens, side="right") - 1] = STATUS_FAILED

@@ -9,7 +9,7 @@ attention over that cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -123,18 +123,19 @@ class AttentionMetadata:
         )
 
 
-class AttentionBackend(Protocol):
-    """One implementation of paged attention."""
+Metadata_contra = TypeVar("Metadata_contra", contravariant=True)
+"""Where the tokens of a step stand, in whatever form the attention takes it."""
 
-    def prepare(self, plan: StepPlan) -> AttentionMetadata:
-        """Build what every layer of the step shares. Valid as long as the plan's arrays are."""
+
+class LayerAttention(Protocol[Metadata_contra]):
+    """What a decoder needs of attention."""
 
     def forward(
         self,
         qkv: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        metadata: AttentionMetadata,
+        metadata: Metadata_contra,
         params: AttentionParams,
     ) -> Tensor:
         """Run one layer's attention; ``qkv`` ``[T, (Hq + 2 * Hkv) * D]`` -> ``[T, Hq * D]``.
@@ -145,3 +146,10 @@ class AttentionBackend(Protocol):
 
         Raises :class:`AttentionError` when an argument does not fit.
         """
+
+
+class AttentionBackend(LayerAttention[AttentionMetadata], Protocol):
+    """One implementation of paged attention on the CPU."""
+
+    def prepare(self, plan: StepPlan) -> AttentionMetadata:
+        """Build what every layer of the step shares. Valid as long as the plan's arrays are."""

@@ -30,7 +30,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
     )
     flag("--tokenizer", metavar="DIR", help="a directory with another tokenizer")
     flag("--revision", help="revision of a hub id")
-    flag("--dtype", choices=["auto", "float32", "bfloat16"], help="precision of the model")
+    flag("--device", choices=["cpu", "cuda"], help="where the model runs")
+    flag(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="precision of the model; float16 on CUDA alone",
+    )
     flag("--max-model-len", type=int, metavar="N", help="longest prompt and output together")
     flag("--max-num-seqs", type=int, metavar="N", help="most sequences that run at once")
     flag("--max-num-batched-tokens", type=int, metavar="N", help="token budget of one iteration")
@@ -47,6 +52,17 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
         type=memory_size,
         metavar="SIZE",
         help="size of the KV pool instead, such as 512M or 4G",
+    )
+    flag(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="share of a CUDA device's memory that may be used",
+    )
+    flag(
+        "--enforce-eager",
+        action=argparse.BooleanOptionalAction,
+        help="no CUDA graphs",
     )
     flag(
         "--enable-prefix-caching",
@@ -132,7 +148,7 @@ class _Adder:
         default = self._defaults.get(name.removeprefix("--").replace("-", "_"))
         if isinstance(default, bool):
             help += " (yes)" if default else " (no)"
-        elif isinstance(default, int | str):
+        elif isinstance(default, int | float | str):
             help += f" ({default})"
         self._group.add_argument(
             name,

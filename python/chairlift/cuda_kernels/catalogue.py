@@ -169,6 +169,20 @@ SOURCES = {
 }
 
 
+def source_of(instantiation: str) -> KernelSource:
+    """Return the source that has a kernel.
+
+    Raises:
+        KeyError: no source lists it.
+    """
+    return _SOURCE_OF[instantiation]
+
+
+_SOURCE_OF = {
+    instantiation: source for source in SOURCES.values() for instantiation in source.instantiations
+}
+
+
 def read_source(name: str) -> str:
     """Return the text of a file of ``cuda/``, from a checkout or an installed wheel."""
     return (files("chairlift") / "cuda" / name).read_text(encoding="utf-8")

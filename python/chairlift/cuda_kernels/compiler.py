@@ -43,6 +43,14 @@ class CompiledSource:
     """Name expression -> what that kernel takes."""
 
 
+def toolchain() -> tuple[str, ...]:
+    """Return what decides the machine code besides sources: NVRTC's version, the options."""
+    from cuda.bindings import nvrtc  # noqa: PLC0415 - an optional dependency
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    return (f"NVRTC {major}.{minor}", *_OPTIONS)
+
+
 def compile_source(
     name: str, text: str, instantiations: Sequence[str], architecture: str
 ) -> CompiledSource:

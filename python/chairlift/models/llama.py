@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn import functional
 
 from chairlift.attention import AttentionParams
-from chairlift.attention.ops import add_rms_norm, silu_and_mul
+from chairlift.attention import ops as cpu_ops
 from chairlift.models.linear import LinearFn, make_linear
 
 if TYPE_CHECKING:
@@ -24,11 +24,23 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from chairlift.attention import AttentionBackend, AttentionMetadata
+    from chairlift.attention.interface import LayerAttention, Metadata_contra
     from chairlift.models.config import ModelConfig, RopeConfig
     from chairlift.models.weights import Checkpoint
 
     LayerCache = tuple[Tensor, Tensor]
+
+
+class DecoderOps(Protocol):
+    """What stands between the linear layers; :mod:`chairlift.attention.ops` explains both."""
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Add the residual and normalise."""
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """Gate of a SwiGLU layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +55,15 @@ class _Layer:
 
 
 class LlamaModel:
-    """A decoder with its weights, on the CPU, run without gradients."""
+    """A decoder with its weights, run without gradients where the weights are."""
 
-    def __init__(self, config: ModelConfig, weights: Checkpoint, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Checkpoint,
+        max_model_len: int,
+        ops: DecoderOps = cpu_ops,
+    ) -> None:
         """Take all weights out of the checkpoint.
 
         A tied embedding is kept twice where weights are packed: as the table that token ids look
@@ -56,7 +74,9 @@ class LlamaModel:
         """
         self.config = config
         self._eps = config.norm_eps
-        cos_sin = rope_tables(config.rope, config.head_dim, max_model_len)
+        self._ops = ops
+        cos, sin = rope_tables(config.rope, config.head_dim, max_model_len)
+        cos_sin = (cos.to(weights.device), sin.to(weights.device))
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = weights.take("model.embed_tokens.weight", shape)
         self._layers = [
@@ -76,8 +96,8 @@ class LlamaModel:
         token_ids: Tensor,
         scored: Tensor | None,
         caches: Sequence[LayerCache],
-        backend: AttentionBackend,
-        metadata: AttentionMetadata,
+        backend: LayerAttention[Metadata_contra],
+        metadata: Metadata_contra,
     ) -> Tensor:
         """Run the step's tokens through all layers; :meth:`score` turns the result into logits.
 
@@ -93,6 +113,7 @@ class LlamaModel:
             the scored tokens only.
         """
         eps, attend = self._eps, backend.forward
+        add_rms_norm, silu_and_mul = self._ops.add_rms_norm, self._ops.silu_and_mul
         hidden = functional.embedding(token_ids, self._embedding)  # [T, H]
         residual: Tensor | None = None
         last = len(self._layers) - 1

@@ -39,14 +39,17 @@ class _TensorFile(Protocol):
 class Checkpoint:
     """The tensors of a model directory, each to be taken once by its name."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
-        """Open the safetensors of ``directory``; tensors are converted to ``dtype`` when taken.
+    def __init__(
+        self, directory: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        """Open the safetensors of ``directory``; what is taken is converted and put on ``device``.
 
         Raises:
             ModelFileError: a file is missing, truncated or malformed.
         """
         self._directory = directory
         self._dtype = dtype
+        self.device = torch.device(device)
         self._sources: dict[str, _TensorFile] = {}  # name -> open file that holds it
         for path in _files(directory):
             file = _open(path)
@@ -83,7 +86,7 @@ class Checkpoint:
 
     def _copy(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Tensor:
         rows = sum(shape[0] for shape in shapes)
-        whole = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype)
+        whole = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self.device)
         begin = 0
         for name, shape in zip(names, shapes, strict=True):
             whole[begin : begin + shape[0]].copy_(self._source(name, shape))

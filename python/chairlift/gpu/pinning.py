@@ -1,0 +1,81 @@
+"""Pinning the scheduler's plan memory, so that the device copies plans straight out of it.
+
+The arrays of a plan are vectors that Rust owns and never moves; each plan of the ring is pinned
+when it is first seen. Memory is pinned by whole pages, and vectors share pages, so it is pages that
+are remembered. Arrays that are not the scheduler's (plans made by hand) are left alone: their
+memory comes and goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from mmap import PAGESIZE
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from chairlift.executor import StepPlan
+
+    AnyArray = NDArray[np.generic]
+
+
+class PlanPinning:
+    """Pins the memory of plans, each once."""
+
+    def __init__(self, pin: Callable[[int, int], None]) -> None:
+        """``pin(address, bytes)`` does it."""
+        self._pin = pin
+        self._known: set[int] = set()  # addresses of token_ids, one a plan
+        self._pages: set[int] = set()
+
+    def see(self, plan: StepPlan) -> None:
+        """Pin the arrays of a plan, if they are new and the scheduler's."""
+        first = _owned_by_rust(plan.token_ids)
+        if first is None or (address := _address(first)) in self._known:
+            return
+        self._known.add(address)
+        arrays = [getattr(plan, field.name) for field in fields(plan)]
+        owned = [whole for array in arrays if (whole := _owned_by_rust(array)) is not None]
+        for begin, end in new_ranges(owned, self._pages):
+            self._pin(begin * PAGESIZE, (end - begin) * PAGESIZE)
+
+
+def new_ranges(arrays: Iterable[AnyArray], known: set[int]) -> list[tuple[int, int]]:
+    """Return the ranges ``[begin, end)`` of pages under the arrays that are not yet ``known``.
+
+    The pages are added to ``known``.
+    """
+    pages: set[int] = set()
+    for array in arrays:
+        if array.nbytes:
+            begin = _address(array)
+            pages.update(range(begin // PAGESIZE, (begin + array.nbytes - 1) // PAGESIZE + 1))
+    ranges: list[tuple[int, int]] = []
+    for page in sorted(pages - known):
+        if ranges and ranges[-1][1] == page:
+            ranges[-1] = (ranges[-1][0], page + 1)
+        else:
+            ranges.append((page, page + 1))
+    known |= pages
+    return ranges
+
+
+def _address(array: AnyArray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _owned_by_rust(array: object) -> AnyArray | None:
+    """Return the whole vector that an array is a slice of, if it is one of the scheduler's."""
+    if not isinstance(array, np.ndarray):
+        return None
+    whole: AnyArray = array
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    owner = whole.base
+    if isinstance(owner, memoryview):
+        owner = owner.obj
+    return whole if type(owner).__name__ == "PlanArray" else None
