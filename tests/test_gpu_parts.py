@@ -158,9 +158,8 @@ class TestListBuffer:
     def test_the_next_step_does_not_touch_what_may_not_be_copied_yet(self):
         buffer = ListBuffer(10, Host())
         buffer.send(1, [np.array([1, 2], np.int32)])
-        first = buffer._hosts[1].clone()
         buffer.send(2, [np.array([3, 4], np.int32)])
-        assert torch.equal(buffer._hosts[1], first)
+        assert sorted(host[:2].tolist() for host in buffer._hosts) == [[1, 2], [3, 4]]
 
     def test_more_than_fits_is_refused(self):
         with pytest.raises(UnsupportedStepError, match="more than 3 entries"):

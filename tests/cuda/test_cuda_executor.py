@@ -302,15 +302,21 @@ def test_blocks_are_copied_before_the_forward_pass(tiny, prompts, expected):
     assert sequence.output_ids == expected[2][:3]
 
 
-def test_the_pool_takes_what_the_largest_step_leaves(tiny):
+@pytest.mark.parametrize(("enforce_eager", "steps"), [(True, 1), (False, 2)])
+def test_the_pool_takes_what_the_largest_step_leaves(tiny, enforce_eager, steps):
     block_bytes = 2 * 2 * 1 * 64 * BLOCK * 4
     device = CpuDevice(total=1_000 * block_bytes, used=200 * block_bytes, peak=100 * block_bytes)
     executor = on_cuda(
-        tiny, device, num_kv_blocks=None, gpu_memory_utilization=0.5, enforce_eager=True
+        tiny,
+        device,
+        num_kv_blocks=None,
+        gpu_memory_utilization=0.5,
+        enforce_eager=enforce_eager,
     )
-    assert device.profiled == 1
-    # 500 may be used, 300 are taken; a block pays its share of a chunk's partial results besides.
-    assert 150 < executor.num_kv_blocks < 200
+    assert device.profiled == steps  # with graphs, a step of decodes besides
+    # 500 may be used, 200 are; a block pays its share of a chunk's partial results besides.
+    left = 300 - 100 * steps
+    assert 0.75 * left < executor.num_kv_blocks < left
     assert executor.max_model_len == 160
 
 
@@ -332,6 +338,12 @@ def test_what_it_cannot_run_is_refused(tiny, prompts):
     with pytest.raises(UnsupportedStepError, match="65 token_ids; this executor has room for 64"):
         executor.launch(many)
     run_step(executor, [sequence], plan)  # and it goes on
+
+
+def test_more_rows_than_it_has_are_refused(tiny):
+    limits = {"max_num_seqs": 9, "block_size": BLOCK}
+    with pytest.raises(ConfigError, match="max_num_seqs is 9, but the executor has 8"):
+        LLM(executor=on_cuda(tiny, enforce_eager=True), tokenizer=ByteTokenizer(), **limits)
 
 
 def test_head_sizes_without_kernels_are_refused(tmp_path):

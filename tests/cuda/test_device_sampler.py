@@ -69,6 +69,28 @@ def test_tokens_are_those_of_the_cpu_with_two_steps_in_flight(dtype):
         assert np.allclose(one.logprobs.values, other.logprobs.values, atol=4e-6)
 
 
+def test_rows_that_nobody_reset_are_greedy():
+    """The first of equals; what cannot be sampled from fails, and only that."""
+    nan, inf = float("nan"), float("inf")
+    logits = torch.tensor(
+        [
+            [0.0, 3.0, 1.0, 3.0],
+            [0.0, nan, 1.0, 3.0],
+            [0.0, inf, 1.0, 3.0],
+            [-inf, -inf, -inf, -inf],
+            [-inf, -2.0, -inf, -9.0],
+        ]
+    )
+    plan = plan_of(0, [5, 1, 2, 3, 4])
+    ours = DeviceSampler(8, 4, CpuDevice())
+    found = ours.sample(logits, plan, torch.tensor(plan.sample_rows))()
+    wanted = Sampler(8, 4).sample(logits, plan.sample_rows, plan.sample_output_indices)
+    assert found.token_ids.tolist() == wanted.token_ids.tolist() == [1, 0, 0, 0, 1]
+    assert found.statuses.tolist() == wanted.statuses.tolist() == [0, 1, 1, 1, 0]
+    assert found.logprobs is wanted.logprobs is None
+    assert ours.last_tokens[5] == 1
+
+
 def test_failed_samples_have_no_logprobs():
     sampler = DeviceSampler(2, VOCAB, CpuDevice())
     sampler.reset(resets({0: ReferenceRow(logprobs=2), 1: ReferenceRow(logprobs=1)}))

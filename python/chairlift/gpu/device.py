@@ -111,6 +111,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self.name = torch.cuda.get_device_name(index)
         self._graph_memory: Any = None  # a handle of torch
+        self._capture_stream: torch.cuda.Stream | None = None
 
     def active(self) -> AbstractContextManager[object]:
         """See :class:`Device`."""
@@ -153,9 +154,10 @@ class CudaDevice:
 
     def capture(self, work: Callable[[], Tensor]) -> Graph:
         """See :class:`Device`. All graphs share their memory: only one runs at a time."""
-        if self._graph_memory is None:
+        if self._capture_stream is None:
+            self._capture_stream = _new_stream(self.torch_device)
             self._graph_memory = torch.cuda.graph_pool_handle()
-        graph, stream = torch.cuda.CUDAGraph(), _new_stream(self.torch_device)
+        graph, stream = torch.cuda.CUDAGraph(), self._capture_stream
         torch.cuda.synchronize(self.torch_device)
         with torch.cuda.stream(stream):
             work()  # what libraries set up at their first call cannot be captured

@@ -165,6 +165,11 @@ class CudaExecutor:
         return self.kv_pool.max_model_len
 
     @property
+    def max_num_seqs(self) -> int:
+        """Rows that there are."""
+        return self._config.max_num_seqs
+
+    @property
     def num_kv_blocks(self) -> int:
         """Blocks of the KV pool."""
         return self.kv_pool.num_blocks
@@ -227,25 +232,20 @@ class CudaExecutor:
             step.token_ids[to] = self._sampler.last_tokens[of]
         count = len(plan.sample_rows)
         prompt_logprobs, failed_scores = None, np.empty(0, dtype=np.int32)
-        if shape is not None:
+        if shape is None:
+            hidden = self._forward(step, None if scored is None else indices)
+        else:
             graph = self._graphs[shape]
             graph.replay()
-            logits = graph.output[:count]
-        else:
-            hidden = self._model.forward(
-                step.token_ids,
-                None if scored is None else indices,
-                self._cache.layers,
-                self._backend,
-                step,
+            hidden = graph.output
+        if len(plan.score_indices):
+            prompt_logprobs, failed = score_prompt(
+                plan, hidden[count:], self._model.score, self.model_config.vocab_size
             )
-            if len(plan.score_indices):
-                prompt_logprobs, failed = score_prompt(
-                    plan, hidden[count:], self._model.score, self.model_config.vocab_size
-                )
-                failed_scores = plan.score_indices[failed]
-            logits = self._model.score(hidden[:count])
-        sampled = self._sampler.sample(logits, plan, rows) if count else None
+            failed_scores = plan.score_indices[failed]
+        sampled = None
+        if count:
+            sampled = self._sampler.sample(self._model.score(hidden[:count]), plan, rows)
         done = self._device.event()
         done.record()
         return _Step(plan, done, sampled, prompt_logprobs, failed_scores)
@@ -283,7 +283,13 @@ class CudaExecutor:
         bytes_per_block = kv_bytes_per_block(self.model_config, config.block_size, self.dtype)
         memory_bytes = config.kv_cache_memory
         if config.num_kv_blocks is None and memory_bytes is None:
-            step_bytes = self._device.peak_bytes(lambda: self._profile(longest))
+            step_bytes = self._device.peak_bytes(
+                lambda: self._profile(config.max_num_batched_tokens, longest)
+            )
+            if not config.enforce_eager:  # graphs have memory of their own
+                step_bytes += self._device.peak_bytes(
+                    lambda: self._profile(config.max_num_seqs, longest=1)
+                )
             left = kv_memory(self._device.memory(), config.gpu_memory_utilization, step_bytes)
             partials = partial_bytes_per_block(self.model_config, config.block_size)
             memory_bytes = left * bytes_per_block // (bytes_per_block + partials)
@@ -303,12 +309,15 @@ class CudaExecutor:
             )
         return size
 
-    def _profile(self, longest: int) -> None:
-        """Run the largest step, on a pool of one block that is read and never written."""
+    def _profile(self, tokens: int, longest: int) -> None:
+        """Run a step of prompts of ``longest`` tokens, on a pool of one block.
+
+        The block is read and never written.
+        """
         config = self._config
         self._reserve(KvPoolSize(1, config.block_size, 0, longest))
         plan = profiling_plan(
-            tokens=config.max_num_batched_tokens,
+            tokens=tokens,
             samples=config.max_num_seqs,
             max_model_len=longest,
             block_size=config.block_size,
@@ -335,15 +344,17 @@ class CudaExecutor:
         for shape in sorted(self._ladder.shapes, reverse=True):
             self._buffers.clear_padding(shape)
             step = self._buffers.padded_step(shape)
-            self._graphs[shape] = self._device.capture(partial(self._forward, step))
+            self._graphs[shape] = self._device.capture(partial(self._forward, step, None))
         logger.info(
             "captured %d CUDA graphs in %.1f s", len(self._graphs), time.perf_counter() - start
         )
 
-    def _forward(self, step: DeviceStep) -> Tensor:
-        """Logits of every token of a step."""
-        hidden = self._model.forward(step.token_ids, None, self._cache.layers, self._backend, step)
-        return self._model.score(hidden)
+    def _forward(self, step: DeviceStep, scored: Tensor | None) -> Tensor:
+        """Hidden states ``[S, hidden]`` of the tokens ``scored``; None: of all.
+
+        Graphs end here: the logits of all of them together would take gigabytes.
+        """
+        return self._model.forward(step.token_ids, scored, self._cache.layers, self._backend, step)
 
 
 def _resolve_dtype(name: str) -> torch.dtype:
