@@ -15,7 +15,8 @@ from chairlift.cuda_kernels.kernels import Kernels
 from chairlift.cuda_kernels.ops import OPERATORS
 from chairlift.cuda_kernels.params import SamplingRow
 
-F32, F16, BF16, I32, I64, U8 = (
+F8, F32, F16, BF16, I32, I64, U8 = (
+    torch.float8_e4m3fn,
     torch.float32,
     torch.float16,
     torch.bfloat16,
@@ -239,6 +240,12 @@ WRONG = [
     Wrong("kv_cache_write", {"qkv": rows_apart(3, 512, 64)}, "the rows of qkv are 128 bytes apart"),
     Wrong("kv_cache_write", {"k_cache": floats(5, 2, 16, 64, dtype=BF16)}, "k_cache is bfloat16"),
     Wrong("kv_cache_write", {"v_cache": floats(6, 2, 16, 64)}, "blocks is 5 in k_cache"),
+    Wrong("kv_cache_write", {"v_cache": floats(5, 2, 16, 64, dtype=F8)}, "v_cache is float8_e4m3"),
+    Wrong(
+        "kv_cache_write",
+        {"qkv": floats(3, 8 * 64, dtype=F32), "k_cache": floats(5, 2, 16, 64, dtype=F8)},
+        "k_cache is float8_e4m3fn, not float32",
+    ),
     Wrong("kv_cache_write", {"v_cache": strided(5, 2, 16, 64)}, "v_cache is not contiguous"),
     Wrong("kv_cache_write", {"slots": ints(3)}, "slots is int32, not int64"),
     Wrong("kv_cache_write", {"slots": ints(2, dtype=I64)}, "tokens is 3 in qkv"),

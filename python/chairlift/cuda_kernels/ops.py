@@ -18,7 +18,8 @@ from chairlift.cuda_kernels.kernels import Kernels
 from chairlift.cuda_kernels.launcher import launcher_of
 
 _SEQUENCES = "Tensor query_start_loc, Tensor seq_lens, Tensor block_table_offsets, Tensor block_ids"
-_SCORES = "float scale, float soft_cap, int window"
+_SCALES = "float k_scale=1.0, float v_scale=1.0"
+_SCORES = f"float scale, float soft_cap, int window, {_SCALES}"
 
 
 @cache
@@ -51,7 +52,8 @@ silu_mul = _operator("silu_mul", "(Tensor x) -> Tensor")
 kv_cache_write = _operator(
     "kv_cache_write",
     "(Tensor qkv, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor positions, "
-    "Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, float norm_eps) -> Tensor",
+    "Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, float norm_eps, "
+    f"{_SCALES}) -> Tensor",
     writes=("k_cache", "v_cache"),
 )
 paged_attention_decode = _operator(

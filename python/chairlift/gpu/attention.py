@@ -142,6 +142,8 @@ class CudaBackend:
             params.q_norm,
             params.k_norm,
             params.norm_eps,
+            params.k_scale,
+            params.v_scale,
         )
         out = torch.empty_like(q)
         arrays = (
@@ -154,7 +156,8 @@ class CudaBackend:
             step.block_table_offsets,
             step.block_ids,
         )
-        scores = (params.scale, params.soft_cap, params.window)
+        scales = (params.k_scale, params.v_scale)
+        scores = (params.scale, params.soft_cap, params.window, *scales)
         for lists in step.decode:
             ops.paged_attention_decode(
                 *arrays,
