@@ -17,7 +17,7 @@ struct VectorLayout {
     static constexpr int PER_LANE = (VECTORS + LANES - 1) / LANES;
     static constexpr int VALUES = PER_LANE * SIZE;  // of one key in one lane
     static constexpr int WORKERS = DECODE_THREADS / LANES;
-    static constexpr int UNROLL = 4;  // keys that a worker has in flight
+    static constexpr int UNROLL = PER_LANE > 1 ? 2 : 4;  // keys that a worker has in flight
     static_assert(HEAD_DIM % SIZE == 0, "a head must be whole vectors");
 };
 

@@ -38,6 +38,8 @@ class OperatorBackend:
             there(params.q_norm),
             there(params.k_norm),
             params.norm_eps,
+            params.k_scale,
+            params.v_scale,
         )
         out = there(torch.full(q.shape, float("nan"), dtype=q.dtype))
         arrays = (
@@ -47,7 +49,8 @@ class OperatorBackend:
             plan.block_ids,
         )
         sequences = [there(array.copy()) for array in arrays]
-        scores = (params.scale, params.soft_cap, params.window)
+        scales = (params.k_scale, params.v_scale)
+        scores = (params.scale, params.soft_cap, params.window, *scales)
         if self.prefill:
             items = cut_prefill_work(
                 plan.query_start_loc,

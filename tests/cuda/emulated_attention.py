@@ -45,13 +45,13 @@ TYPE_NAMES = {
 WRITE_WARPS = 4
 
 
-def write_library(dtype: torch.dtype, cache: torch.dtype) -> KernelLibrary:
-    kernel = kv_cache_write_kernel(TYPE_NAMES[dtype], TYPE_NAMES[cache])
+def write_library(dtype: torch.dtype, cache: torch.dtype | None = None) -> KernelLibrary:
+    kernel = kv_cache_write_kernel(TYPE_NAMES[dtype], TYPE_NAMES[cache or dtype])
     return library_of("kv_cache_write", (kernel,))
 
 
-def decode_library(dtype: torch.dtype, cache: torch.dtype) -> KernelLibrary:
-    names = TYPE_NAMES[dtype], TYPE_NAMES[cache]
+def decode_library(dtype: torch.dtype, cache: torch.dtype | None = None) -> KernelLibrary:
+    names = TYPE_NAMES[dtype], TYPE_NAMES[cache or dtype]
     kernels = [
         decode_kernel(names[0], dim, rows, names[1])
         for dim in HEAD_DIMS
@@ -60,8 +60,8 @@ def decode_library(dtype: torch.dtype, cache: torch.dtype) -> KernelLibrary:
     return library_of("paged_attention_decode", (*kernels, f"paged_attention_combine<{names[0]}>"))
 
 
-def prefill_library(dtype: torch.dtype, cache: torch.dtype) -> KernelLibrary:
-    names = TYPE_NAMES[dtype], TYPE_NAMES[cache]
+def prefill_library(dtype: torch.dtype, cache: torch.dtype | None = None) -> KernelLibrary:
+    names = TYPE_NAMES[dtype], TYPE_NAMES[cache or dtype]
     kernels = [prefill_kernel(names[0], dim, names[1]) for dim in HEAD_DIMS]
     return library_of("paged_attention_prefill", tuple(kernels))
 

@@ -14,7 +14,7 @@ from emulated_attention import decode_library, prefill_library, write_library
 from emulated_device import SCHEDULES, EmulatedDevice, KernelLibrary, Schedule, library_of
 
 from chairlift.cuda_kernels.arguments import TYPE_NAMES
-from chairlift.cuda_kernels.catalogue import source_of
+from chairlift.cuda_kernels.catalogue import FP8, source_of
 from chairlift.cuda_kernels.kernels import Kernels
 from chairlift.cuda_kernels.launcher import Launch
 from chairlift.cuda_kernels.ops import OPERATORS
@@ -33,9 +33,9 @@ def library_with(kernel: str) -> KernelLibrary:
     make = _OF_A_TYPE.get(source)
     if make is None:
         return library_of(source, (kernel,))
-    names = kernel.partition("<")[2].rstrip(">").split(",")
+    names = kernel.partition("<")[2].rstrip(">").split(", ")
     dtype = next(dtype for dtype, name in TYPE_NAMES.items() if name == names[0])
-    return make(dtype)
+    return make(dtype, torch.float8_e4m3fn if names[-1] == FP8 else dtype)
 
 
 class EmulatedLauncher:

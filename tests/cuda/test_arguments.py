@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import sizeof
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,15 +10,19 @@ import torch
 from emulated_launcher import EmulatedLauncher
 
 from chairlift.cuda_kernels.arguments import KernelArgumentError
+from chairlift.cuda_kernels.catalogue import MAX_LISTED
 from chairlift.cuda_kernels.kernels import Kernels
 from chairlift.cuda_kernels.ops import OPERATORS
+from chairlift.cuda_kernels.params import SamplingRow
 
-F32, F16, BF16, I32, I64 = (
+F8, F32, F16, BF16, I32, I64, U8 = (
+    torch.float8_e4m3fn,
     torch.float32,
     torch.float16,
     torch.bfloat16,
     torch.int32,
     torch.int64,
+    torch.uint8,
 )
 
 
@@ -95,6 +100,66 @@ def block_copy():
     }
 
 
+def state():
+    return {
+        "row_params": ints(4, sizeof(SamplingRow), dtype=U8),
+        "row_counts": ints(4, 50),
+        "row_bias_ids": ints(4, MAX_LISTED),
+        "row_bias_values": floats(4, MAX_LISTED, dtype=F32),
+        "row_suppressed_ids": ints(4, MAX_LISTED),
+    }
+
+
+def sampling_reset():
+    return state() | {
+        "rows": ints(2),
+        "floats": floats(2, 6, dtype=F32),
+        "ints": ints(2, 6, dtype=I64),
+        "id_ranges": ints(2, 2),
+        "bias_ranges": ints(2, 2),
+        "suppressed_ranges": ints(2, 2),
+        "ids": ints(7),
+        "bias_ids": ints(3),
+        "bias_values": floats(3, dtype=F32),
+        "suppressed_ids": ints(5),
+    }
+
+
+def logit_edits():
+    samples = {
+        "edited": floats(3, 50, dtype=F32),
+        "logits": floats(3, 50),
+        "sample_rows": ints(3),
+        "output_indices": ints(3),
+    }
+    return samples | state()
+
+
+def sample():
+    return {
+        "token_ids": ints(3),
+        "statuses": ints(3, dtype=U8),
+        "last_tokens": ints(4),
+        "row_counts": ints(4, 50),
+        "logits": floats(3, 50),
+        "edited": floats(3, 50, dtype=F32),
+        "sample_rows": ints(3),
+        "output_indices": ints(3),
+        "row_params": ints(4, sizeof(SamplingRow), dtype=U8),
+    }
+
+
+def logprobs():
+    return {
+        "out_ids": ints(3, 5),
+        "out_values": floats(3, 5, dtype=F32),
+        "statuses": ints(3, dtype=U8),
+        "logits": floats(3, 50),
+        "token_ids": ints(3),
+        "num_best": ints(3),
+    }
+
+
 VALID = {
     make.__name__: make
     for make in (
@@ -104,6 +169,10 @@ VALID = {
         paged_attention_decode,
         paged_attention_prefill,
         block_copy,
+        sampling_reset,
+        logit_edits,
+        sample,
+        logprobs,
     )
 }
 
@@ -171,6 +240,12 @@ WRONG = [
     Wrong("kv_cache_write", {"qkv": rows_apart(3, 512, 64)}, "the rows of qkv are 128 bytes apart"),
     Wrong("kv_cache_write", {"k_cache": floats(5, 2, 16, 64, dtype=BF16)}, "k_cache is bfloat16"),
     Wrong("kv_cache_write", {"v_cache": floats(6, 2, 16, 64)}, "blocks is 5 in k_cache"),
+    Wrong("kv_cache_write", {"v_cache": floats(5, 2, 16, 64, dtype=F8)}, "v_cache is float8_e4m3"),
+    Wrong(
+        "kv_cache_write",
+        {"qkv": floats(3, 8 * 64, dtype=F32), "k_cache": floats(5, 2, 16, 64, dtype=F8)},
+        "k_cache is float8_e4m3fn, not float32",
+    ),
     Wrong("kv_cache_write", {"v_cache": strided(5, 2, 16, 64)}, "v_cache is not contiguous"),
     Wrong("kv_cache_write", {"slots": ints(3)}, "slots is int32, not int64"),
     Wrong("kv_cache_write", {"slots": ints(2, dtype=I64)}, "tokens is 3 in qkv"),
@@ -204,11 +279,6 @@ WRONG = [
     Wrong(
         "paged_attention_prefill", {"items": ints(4, 3)}, "items has shape [4, 3], not [items, 2]"
     ),
-    Wrong(
-        "paged_attention_prefill",
-        {"q": floats(3, 4 * 64, dtype=F32)},
-        "q is torch.float32; tensor cores take float16 and bfloat16 alone",
-    ),
     Wrong("block_copy", {"caches": []}, "there are no caches"),
     Wrong("block_copy", {"addresses": ints(2)}, "addresses is int32, not int64"),
     Wrong("block_copy", {"addresses": ints(3, dtype=I64)}, "addresses has shape [3], not [2]"),
@@ -222,6 +292,29 @@ WRONG = [
         "block_copy",
         {"caches": [floats(5, 1, 1, 4), floats(5, 1, 1, 4)]},
         "a block's bytes is 8, not a multiple of 16",
+    ),
+    Wrong("sampling_reset", {"row_params": ints(4, 8, dtype=U8)}, "row_params has shape [4, 8]"),
+    Wrong("sampling_reset", {"row_bias_ids": ints(4, 9)}, "not [rows, 1024]"),
+    Wrong("sampling_reset", {"ints": ints(2, 6)}, "ints is int32, not int64"),
+    Wrong("sampling_reset", {"floats": floats(3, 6, dtype=F32)}, "resets is 2 in rows"),
+    Wrong("sampling_reset", {"bias_ids": ints(4)}, "biases is 4 in bias_ids"),
+    Wrong("logit_edits", {"logits": floats(3, 51)}, "vocab_size is 50 in edited"),
+    Wrong("logit_edits", {"edited": floats(3, 50)}, "edited is float16, not float32"),
+    Wrong("sample", {"logits": floats(3, 51)}, "vocab_size is 51 in logits"),
+    Wrong("sample", {"logits": strided(3, 50)}, "logits is not contiguous"),
+    Wrong("sample", {"last_tokens": ints(5)}, "rows is 5 in last_tokens"),
+    Wrong("sample", {"output_indices": ints(2)}, "samples is 3 in token_ids"),
+    Wrong(
+        "sample",
+        {"logits": floats(3, 0), "row_counts": ints(4, 0)},
+        "vocab_size is 0; it must be from 1 to 4194304",
+    ),
+    Wrong("logprobs", {"out_values": floats(3, 4, dtype=F32)}, "width is 5 in out_ids"),
+    Wrong("logprobs", {"num_best": ints(3, dtype=I64)}, "num_best is int64, not int32"),
+    Wrong(
+        "logprobs",
+        {"out_ids": ints(3, 1026), "out_values": floats(3, 1026, dtype=F32)},
+        "width is 1026; it must be from 1 to 1025",
     ),
 ] + [
     replace(wrong, kernel=kernel)

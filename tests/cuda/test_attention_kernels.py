@@ -11,7 +11,7 @@ from emulated_device import SCHEDULES, Schedule
 
 from attention_table import CASES, CHUNK, FP8_CASES, PREFILL_CASES, TOLERANCES, Case
 from chairlift.attention import get_backend
-from chairlift.attention.reference import ReferenceBackend
+from fp8_reference import OnItsCache
 
 TILED_CASES = CASES + PREFILL_CASES
 """What the prefill kernel attends to."""
@@ -49,27 +49,6 @@ def test_caches_of_8_bits_agree_with_the_reference(number):
         expected = torch.cat(expected_world.step(case.work))
         error = (found.float() - expected.float()).abs().max().item()
         assert error <= TOLERANCES[case.shape.dtype], f"{schedule}: max error {error:.2e}"
-
-
-class OnItsCache(ReferenceBackend):
-    """The reference, which takes the cache that a kernel wrote once it has compared it to its own.
-
-    A key near the middle of two numbers of 8 bits may be rounded to either, since the last bit of
-    its rotation is nobody's promise, and then attention differs by more than arithmetic does.
-    """
-
-    caches: tuple[torch.Tensor, torch.Tensor]
-
-    def write(self, qkv, k_cache, v_cache, metadata, params) -> torch.Tensor:
-        q = super().write(qkv, k_cache, v_cache, metadata, params)
-        for ours, theirs in zip((k_cache, v_cache), self.caches, strict=True):
-            differ = ours.view(torch.uint8) != theirs.view(torch.uint8)
-            away = (ours.view(torch.uint8).int() - theirs.view(torch.uint8).int()).abs()
-            assert away.max() <= 1  # neighbours
-            assert torch.equal(ours.isnan(), theirs.isnan())  # the same slots, nothing else
-            assert differ.float().mean() <= (1e-3 if ours is k_cache else 0)
-            ours.copy_(theirs)
-        return q
 
 
 def schedules_of(number: int) -> Sequence[Schedule]:

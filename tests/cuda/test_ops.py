@@ -6,12 +6,13 @@ import re
 
 import pytest
 import torch
+from emulated_attention import EmulatedBackend
 from emulated_device import SCHEDULES, Order, Schedule
 from emulated_launcher import EmulatedLauncher, emulate
 from test_arguments import VALID
 from torch._subclasses import FakeTensorMode
 
-from attention_table import CASES, CHUNK, PREFILL_CASES, TOLERANCES
+from attention_table import CASES, CHUNK, FP8_CASES, PREFILL_CASES, TOLERANCES
 from chairlift.attention import get_backend
 from chairlift.attention.reference import rms_norm
 from chairlift.cuda_kernels import ops
@@ -81,6 +82,28 @@ def test_attention_agrees_with_the_reference(number):
         for name in ("k_cache", "v_cache"):
             ours, theirs = (getattr(world, name) for world in worlds)
             assert torch.equal(ours.isnan(), theirs.isnan())
+    finally:
+        emulate(None)
+        launcher.free_all()
+
+
+@pytest.mark.parametrize("number", range(0, len(FP8_CASES), 7))
+def test_caches_of_8_bits_go_through_the_operators(number):
+    """As the kernels alone, to the last bit; those are held to the reference."""
+    case = FP8_CASES[number]
+    launcher = EmulatedLauncher(SCHEDULES[number % 3])
+    emulate(launcher)
+    try:
+        worlds = case.world(), case.world()
+        is_prefill = max(queries for _, queries in case.sequences) > 4
+        worlds[0]._implementation = OperatorBackend(launcher.guard, CHUNK, prefill=is_prefill)
+        worlds[1]._implementation = EmulatedBackend(SCHEDULES[0], CHUNK, is_prefill)
+        found, expected = (torch.cat(world.step(case.work)) for world in worlds)
+        assert torch.equal(found, expected)
+        for name in ("k_cache", "v_cache"):
+            ours, theirs = (getattr(world, name).view(torch.uint8) for world in worlds)
+            assert torch.equal(ours, theirs)
+        assert all("Fp8" in one.kernel or "combine" in one.kernel for one in launcher.launched)
     finally:
         emulate(None)
         launcher.free_all()
@@ -158,6 +181,8 @@ OPCHECKED = {
         *(0.1, 0.0, 0),
     ),
     "block_copy": block_copy_arguments,
+    # A row of zeros is greedy and has no edits.
+    **{name: VALID[name] for name in ("sampling_reset", "logit_edits", "sample", "logprobs")},
 }
 
 
@@ -169,6 +194,9 @@ def test_torch_finds_nothing_wrong_with_the_operators(name):
         # Blocks are copied between addresses, of which torch's own copies of the caches have none.
         tests = ("test_schema", "test_faketensor") if name == "block_copy" else None
         more = {} if tests is None else {"test_utils": tests}
-        torch.library.opcheck(ops.OPERATORS[name], OPCHECKED[name](), **more)
+        arguments = OPCHECKED[name]()
+        if isinstance(arguments, dict):
+            arguments = tuple(arguments.values())
+        torch.library.opcheck(ops.OPERATORS[name], arguments, **more)
     finally:
         emulate(None)

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
-from attention_table import CASES, CHUNK, PREFILL_CASES, TOLERANCES
+from attention_table import CASES, CHUNK, FP8_CASES, PREFILL_CASES, TOLERANCES
 from chairlift import LLM, SamplingParams
 from chairlift.attention import get_backend
 from chairlift.attention.reference import rms_norm
 from chairlift.cuda_kernels import ops
+from chairlift.gpu.device import CudaDevice
+from chairlift.gpu.sampling import DeviceSampler
+from chairlift.sampler import Sampler
+from fp8_reference import OnItsCache
 from operator_backend import OperatorBackend
 from prompts import PROMPTS
+from sampling_cases import NEAR, random_row, resets
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 
-HALF_CASES = [case for case in CASES if case.shape.dtype != torch.float32] + PREFILL_CASES
+TILED_CASES = CASES + PREFILL_CASES
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 """Relative error of a result that is rounded once: one unit, since sums differ in their order."""
@@ -43,9 +51,48 @@ def test_decode_agrees_with_the_reference(number):
     check_case(CASES[number], prefill=False)
 
 
-@pytest.mark.parametrize("number", range(len(HALF_CASES)), ids=[case.name for case in HALF_CASES])
+@pytest.mark.parametrize("number", range(len(TILED_CASES)), ids=[case.name for case in TILED_CASES])
 def test_prefill_agrees_with_the_reference(number):
-    check_case(HALF_CASES[number], prefill=True)
+    check_case(TILED_CASES[number], prefill=True)
+
+
+@pytest.mark.parametrize("number", range(len(FP8_CASES)), ids=[case.name for case in FP8_CASES])
+def test_caches_of_8_bits_agree_with_the_reference(number):
+    case = FP8_CASES[number]
+    is_prefill = max(queries for _, queries in case.sequences) > 4
+    worlds, backend = (case.world(), case.world()), OnItsCache()
+    worlds[0]._implementation = OperatorBackend(lambda t: t.cuda(), CHUNK, prefill=is_prefill)
+    found = torch.cat(worlds[0].step(case.work)).float()
+    backend.caches = worlds[0].k_cache, worlds[0].v_cache
+    worlds[1]._implementation = backend
+    expected = torch.cat(worlds[1].step(case.work)).float()
+    assert (found - expected).abs().max().item() <= TOLERANCES[case.shape.dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sampled_tokens_are_those_of_the_cpu(dtype):
+    """But where two scores are closer than the arithmetic of either; rows of all kinds."""
+    vocab_size, count, decided = 32_003, 64, 0
+    rng = np.random.default_rng(6)
+    rows = {row: random_row(rng, vocab_size) for row in range(count)}
+    ours, theirs = DeviceSampler(count, vocab_size, CudaDevice()), Sampler(count, vocab_size)
+    for step in range(4):
+        for sampler in (ours, theirs):
+            sampler.reset(resets(rows))  # the same histories, whatever was sampled before
+        logits = torch.tensor(rng.normal(0, 3, (count, vocab_size))).to(dtype)
+        indices, margins = np.full(count, step, np.int32), np.empty(count, np.float32)
+        numbers = np.arange(count, dtype=np.int32)
+        plan = SimpleNamespace(step=step, sample_rows=numbers, sample_output_indices=indices)
+        read = ours.sample(logits.cuda(), plan, torch.tensor(numbers).cuda())
+        wanted = theirs.sample(logits, numbers, indices, margins=margins)
+        torch.cuda.synchronize()
+        found = read()
+        assert (found.statuses == wanted.statuses).all()
+        same = found.token_ids == wanted.token_ids
+        # Besides, of so many tokens one or other may be on either side of a cut.
+        assert (same | (margins < NEAR)).mean() >= 0.95
+        decided += same.sum()
+    assert decided >= 0.9 * 4 * count
 
 
 def randn(*shape, dtype, seed=3):

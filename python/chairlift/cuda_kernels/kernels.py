@@ -16,12 +16,14 @@ import torch
 from chairlift.cuda_kernels.arguments import FLOATS, TYPE_NAMES, VECTOR_BYTES, Arguments
 from chairlift.cuda_kernels.catalogue import (
     DECODE_THREADS,
+    FP8,
     HALF_TYPES,
     HEAD_DIMS,
     PREFILL_THREADS,
     decode_kernel,
     decode_rows,
     decode_shared_bytes,
+    kv_cache_write_kernel,
     prefill_kernel,
     prefill_shared_bytes,
 )
@@ -36,6 +38,7 @@ from chairlift.cuda_kernels.params import (
     SiluMulParams,
     division_by,
 )
+from chairlift.cuda_kernels.sampling_kernels import SamplingKernels
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,8 +51,15 @@ WRITE_WARPS = 4
 """Heads that a block of ``kv_cache_write`` takes."""
 COPY_THREADS = 256
 """Threads of a block of ``block_copy``."""
+CACHE_NAMES = TYPE_NAMES | {torch.float8_e4m3fn: FP8}
+"""What the kernels call the type of a cache."""
 DECODE_KEYS = 64
 """Most keys that a block of the decode kernel reads at once; a chunk is a multiple of it."""
+
+
+def cache_types(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Return the types that a cache may have beside queries of a type."""
+    return (dtype, torch.float8_e4m3fn) if TYPE_NAMES.get(dtype) in HALF_TYPES else (dtype,)
 
 
 def check_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
@@ -86,8 +96,8 @@ def check_kv_cache_write(
     check = Arguments("kv_cache_write")
     check.tensor("qkv", qkv, FLOATS, ("tokens", "width"), row_stride=True)
     shape = ("blocks", "kv_heads", "block_size", "head_dim")
-    check.tensor("k_cache", k_cache, qkv.dtype, shape)
-    check.tensor("v_cache", v_cache, qkv.dtype, shape)
+    check.tensor("k_cache", k_cache, cache_types(qkv.dtype), shape)
+    check.tensor("v_cache", v_cache, k_cache.dtype, shape)
     check.tensor("slots", slots, torch.int64, ("tokens",))
     check.tensor("positions", positions, torch.int32, ("tokens",))
     head_dim, kv_heads = check["head_dim"], check["kv_heads"]
@@ -149,8 +159,6 @@ def check_paged_attention_prefill(
 ) -> None:
     """Check the arguments of :meth:`Kernels.paged_attention_prefill`."""
     check = Arguments("paged_attention_prefill")
-    if TYPE_NAMES.get(q.dtype) not in HALF_TYPES:
-        raise check.error(f"q is {q.dtype}; tensor cores take float16 and bfloat16 alone")
     _check_attention(check, out, q, caches, sequences, window)
     check.tensor("items", items, torch.int32, ("items", 2))
     check.grid((check["items"], check["kv_heads"], 1))
@@ -170,7 +178,7 @@ def check_block_copy(addresses: Tensor, copies: Tensor, caches: Sequence[Tensor]
     check.grid((check["copies"], len(caches), 1))
 
 
-class Kernels:
+class Kernels(SamplingKernels):
     """The kernels, on one device."""
 
     def __init__(self, launcher: Launcher | None) -> None:
@@ -225,6 +233,8 @@ class Kernels:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         norm_eps: float,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to their slots.
 
@@ -239,6 +249,8 @@ class Kernels:
             q_norm: ``[head_dim]`` weight of the query heads' norm; None: there is none.
             k_norm: the same of the key heads.
             norm_eps: added to the mean of squares.
+            k_scale: keys are divided by it where the cache is float8_e4m3fn.
+            v_scale: values are.
 
         Returns:
             The queries ``[T, heads * head_dim]``; of padding, whatever was there.
@@ -269,8 +281,10 @@ class Kernels:
             rotary_half=0 if cos is None else cos.shape[1],
             block_size=block_size,
             norm_eps=norm_eps,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
-        name = f"kv_cache_write<{TYPE_NAMES[qkv.dtype]}>"
+        name = kv_cache_write_kernel(TYPE_NAMES[qkv.dtype], CACHE_NAMES[k_cache.dtype])
         grid = (tokens, -(-(heads + 2 * kv_heads) // WRITE_WARPS), 1)
         self._launcher.launch(Launch(name, grid, 32 * WRITE_WARPS, params))
         return q
@@ -293,6 +307,8 @@ class Kernels:
         scale: float,
         soft_cap: float,
         window: int,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
         """Attend for the sequences of ``items``; their rows of ``out`` are written.
 
@@ -314,6 +330,8 @@ class Kernels:
             scale: factor of the scores.
             soft_cap: scores become ``cap * tanh(score / cap)``; 0: they stay.
             window: keys that a query sees, up to its own; 0: all.
+            k_scale: keys are multiplied by it where the cache is float8_e4m3fn.
+            v_scale: values are.
         """
         sequences = (query_start_loc, seq_lens, block_table_offsets, block_ids)
         limits = (num_partials, chunk_tokens, max_query_tokens)
@@ -336,19 +354,22 @@ class Kernels:
             "group": group,
             "max_rows": max_rows,
         }
-        type_name, rows = TYPE_NAMES[q.dtype], decode_rows(max_rows)
+        type_name, cache_name = TYPE_NAMES[q.dtype], CACHE_NAMES[k_cache.dtype]
+        rows = decode_rows(max_rows, type_name)
         self._launcher.launch(
             Launch(
-                decode_kernel(type_name, head_dim, rows),
+                decode_kernel(type_name, head_dim, rows, cache_name),
                 (items.shape[0], kv_heads, -(-max_rows // rows)),
                 DECODE_THREADS,
                 PagedAttentionDecodeParams(
                     **shared,
                     **_cache_fields(q, caches, sequences, scale, soft_cap, window),
+                    k_scale=k_scale,
+                    v_scale=v_scale,
                     items=items.data_ptr(),
                     chunk_tokens=chunk_tokens,
                 ),
-                decode_shared_bytes(type_name, head_dim, rows),
+                decode_shared_bytes(type_name, head_dim, rows, cache_name),
             )
         )
         self._launcher.launch(
@@ -374,6 +395,8 @@ class Kernels:
         scale: float,
         soft_cap: float,
         window: int,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
         """Attend for the tiles of ``items`` ``[items, 2]``, as :meth:`paged_attention_decode`."""
         sequences = (query_start_loc, seq_lens, block_table_offsets, block_ids)
@@ -382,20 +405,23 @@ class Kernels:
         if self._launcher is None:
             return
         _, kv_heads, _, head_dim = k_cache.shape
+        type_name, cache_name = TYPE_NAMES[q.dtype], CACHE_NAMES[k_cache.dtype]
         self._launcher.launch(
             Launch(
-                prefill_kernel(TYPE_NAMES[q.dtype], head_dim),
+                prefill_kernel(type_name, head_dim, cache_name),
                 (items.shape[0], kv_heads, 1),
                 PREFILL_THREADS,
                 PagedAttentionPrefillParams(
                     **_cache_fields(q, caches, sequences, scale, soft_cap, window),
+                    k_scale=k_scale,
+                    v_scale=v_scale,
                     out=out.data_ptr(),
                     query_start_loc=query_start_loc.data_ptr(),
                     items=items.data_ptr(),
                     kv_heads=kv_heads,
                     group=q.shape[1] // (kv_heads * head_dim),
                 ),
-                prefill_shared_bytes(head_dim),
+                prefill_shared_bytes(type_name, head_dim, cache_name),
             )
         )
 
@@ -433,8 +459,9 @@ def _check_attention(
     """Check what both attention kernels take; returns the query heads of a key/value head."""
     check.tensor("q", q, FLOATS, ("tokens", "width"))
     check.tensor("out", out, q.dtype, ("tokens", "width"))
-    for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
-        check.tensor(name, cache, q.dtype, ("blocks", "kv_heads", "block_size", "head_dim"))
+    shape = ("blocks", "kv_heads", "block_size", "head_dim")
+    check.tensor("k_cache", caches[0], cache_types(q.dtype), shape)
+    check.tensor("v_cache", caches[1], caches[0].dtype, shape)
     query_start_loc, seq_lens, block_table_offsets, block_ids = sequences
     check.tensor("query_start_loc", query_start_loc, torch.int32, ("sequences + 1",))
     check.tensor("seq_lens", seq_lens, torch.int32, ("sequences",))

@@ -18,7 +18,8 @@ from chairlift.cuda_kernels.kernels import Kernels
 from chairlift.cuda_kernels.launcher import launcher_of
 
 _SEQUENCES = "Tensor query_start_loc, Tensor seq_lens, Tensor block_table_offsets, Tensor block_ids"
-_SCORES = "float scale, float soft_cap, int window"
+_SCALES = "float k_scale=1.0, float v_scale=1.0"
+_SCORES = f"float scale, float soft_cap, int window, {_SCALES}"
 
 
 @cache
@@ -51,7 +52,8 @@ silu_mul = _operator("silu_mul", "(Tensor x) -> Tensor")
 kv_cache_write = _operator(
     "kv_cache_write",
     "(Tensor qkv, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor positions, "
-    "Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, float norm_eps) -> Tensor",
+    "Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, float norm_eps, "
+    f"{_SCALES}) -> Tensor",
     writes=("k_cache", "v_cache"),
 )
 paged_attention_decode = _operator(
@@ -72,6 +74,41 @@ block_copy = _operator(
     writes=("caches",),
 )
 
+sampling_reset = _operator(
+    "sampling_reset",
+    "(Tensor(a!) row_params, Tensor(b!) row_counts, Tensor(c!) row_bias_ids, "
+    "Tensor(d!) row_bias_values, Tensor(e!) row_suppressed_ids, Tensor rows, Tensor floats, "
+    "Tensor ints, Tensor id_ranges, Tensor bias_ranges, Tensor suppressed_ranges, Tensor ids, "
+    "Tensor bias_ids, Tensor bias_values, Tensor suppressed_ids) -> ()",
+    writes=(
+        "row_params",
+        "row_counts",
+        "row_bias_ids",
+        "row_bias_values",
+        "row_suppressed_ids",
+    ),
+)
+logit_edits = _operator(
+    "logit_edits",
+    "(Tensor(a!) edited, Tensor logits, Tensor sample_rows, Tensor output_indices, "
+    "Tensor row_params, Tensor row_counts, Tensor row_bias_ids, Tensor row_bias_values, "
+    "Tensor row_suppressed_ids) -> ()",
+    writes=("edited",),
+)
+sample = _operator(
+    "sample",
+    "(Tensor(a!) token_ids, Tensor(b!) statuses, Tensor(c!) last_tokens, Tensor(d!) row_counts, "
+    "Tensor logits, Tensor? edited, Tensor sample_rows, Tensor output_indices, Tensor row_params) "
+    "-> ()",
+    writes=("token_ids", "statuses", "last_tokens", "row_counts"),
+)
+logprobs = _operator(
+    "logprobs",
+    "(Tensor(a!) out_ids, Tensor(b!) out_values, Tensor(c!) statuses, Tensor logits, "
+    "Tensor token_ids, Tensor num_best) -> ()",
+    writes=("out_ids", "out_values", "statuses"),
+)
+
 OPERATORS = {
     operator._name: operator
     for operator in (
@@ -81,6 +118,10 @@ OPERATORS = {
         paged_attention_decode,
         paged_attention_prefill,
         block_copy,
+        sampling_reset,
+        logit_edits,
+        sample,
+        logprobs,
     )
 }
 """By name, which is that of the method too."""

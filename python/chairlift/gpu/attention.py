@@ -1,8 +1,6 @@
 """Attention on the device: a step's work lists, and one layer by the CUDA kernels.
 
-Sequences with one query token go to the decode kernel, prefill chunks to the prefill kernel, which
-has no float32: there the decode kernel takes the chunks too, in a launch of their own, since a
-chunk has more rows.
+Sequences with one query token go to the decode kernel, prefill chunks to the prefill kernel.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ import torch
 from chairlift.cuda_kernels import ops
 from chairlift.cuda_kernels.arguments import TYPE_NAMES
 from chairlift.cuda_kernels.catalogue import (
-    DECODE_ROWS,
-    HALF_TYPES,
     PREFILL_ROWS,
     decode_kernel,
     decode_rows,
@@ -77,19 +73,25 @@ def kernels_of(config: ModelConfig, dtype: torch.dtype) -> list[str]:
     """Name the kernels that a model's steps launch, to be compiled before the first one."""
     type_name = TYPE_NAMES[dtype]
     group = config.num_heads // config.num_kv_heads
-    rows = {decode_rows(group)}
-    if type_name not in HALF_TYPES:
-        rows.add(DECODE_ROWS[-1])  # of prefill chunks
-    kernels = [decode_kernel(type_name, config.head_dim, count) for count in sorted(rows)]
-    if type_name in HALF_TYPES:
-        kernels.append(prefill_kernel(type_name, config.head_dim))
-    names = ("paged_attention_combine", "kv_cache_write", "rms_norm", "silu_mul")
-    return [*kernels, *(f"{name}<{type_name}>" for name in names), "block_copy"]
+    names = (
+        "paged_attention_combine",
+        "kv_cache_write",
+        "rms_norm",
+        "silu_mul",
+        "logit_edits",
+        "sample",
+        "logprobs",
+    )
+    return [
+        decode_kernel(type_name, config.head_dim, decode_rows(group, type_name)),
+        prefill_kernel(type_name, config.head_dim),
+        *(f"{name}<{type_name}>" for name in names),
+        "sampling_reset",
+        "block_copy",
+    ]
 
 
-def cut_step(
-    plan: StepPlan, *, group: int, dtype: torch.dtype, chunk_tokens: int = CHUNK_TOKENS
-) -> StepWork:
+def cut_step(plan: StepPlan, *, group: int, chunk_tokens: int = CHUNK_TOKENS) -> StepWork:
     """Cut a plan's attention for heads in groups of ``group`` that share keys."""
     decodes = plan.num_decodes
     sizes = (plan.query_start_loc[: decodes + 1], plan.seq_lens[:decodes])
@@ -97,14 +99,8 @@ def cut_step(
     prefill = None
     if plan.num_prefills:
         sizes = (plan.query_start_loc[decodes:], plan.seq_lens[decodes:])
-        if dtype == torch.float32:
-            work = cut_decode_work(*sizes, chunk_tokens=chunk_tokens)
-            for entries in (work.items, work.splits):
-                entries[:, 0] += decodes
-            decode.append(work)
-        else:
-            prefill = cut_prefill_work(*sizes, group=group, tile_rows=PREFILL_ROWS)
-            prefill[:, 0] += decodes
+        prefill = cut_prefill_work(*sizes, group=group, tile_rows=PREFILL_ROWS)
+        prefill[:, 0] += decodes
     return StepWork(tuple(decode), prefill)
 
 
@@ -146,6 +142,8 @@ class CudaBackend:
             params.q_norm,
             params.k_norm,
             params.norm_eps,
+            params.k_scale,
+            params.v_scale,
         )
         out = torch.empty_like(q)
         arrays = (
@@ -158,7 +156,8 @@ class CudaBackend:
             step.block_table_offsets,
             step.block_ids,
         )
-        scores = (params.scale, params.soft_cap, params.window)
+        scales = (params.k_scale, params.v_scale)
+        scores = (params.scale, params.soft_cap, params.window, *scales)
         for lists in step.decode:
             ops.paged_attention_decode(
                 *arrays,

@@ -2,8 +2,8 @@
 
 A step is launched without waiting: copies of the plan, block copies, forward, sampling, one copy of
 the tokens back; :meth:`CudaExecutor.collect` waits for that once. Steps of decodes alone are
-replayed as CUDA graphs, padded to the next larger one. What makes a launch wait is asked for by
-requests: sampling that is not greedy, and log-probabilities of prompts.
+replayed as CUDA graphs, padded to the next larger one. Log-probabilities of prompts alone make a
+launch wait.
 """
 
 from __future__ import annotations
@@ -254,7 +254,6 @@ class CudaExecutor:
         return cut_step(
             plan,
             group=self.model_config.num_heads // self.model_config.num_kv_heads,
-            dtype=self.dtype,
             chunk_tokens=self._config.chunk_tokens,
         )
 
