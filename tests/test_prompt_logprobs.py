@@ -233,5 +233,6 @@ def test_the_torch_executor_refuses_what_it_cannot_do(tiny, prompts, changes, me
     changes = {
         name: np.array(value, dtype=getattr(plan, name).dtype) for name, value in changes.items()
     }
+    executor.launch(dataclasses.replace(plan, **changes))
     with pytest.raises(UnsupportedStepError, match=message):
-        executor.launch(dataclasses.replace(plan, **changes))
+        executor.collect()
