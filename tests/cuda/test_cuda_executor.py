@@ -152,7 +152,8 @@ def test_half_precision_with_and_without_graphs(tiny, prompts, launcher, dtype):
     assert same >= 3  # rounding may turn a choice, and all that follows it
 
 
-def test_every_sampling_parameter_goes_through_the_engine(tiny):
+@pytest.mark.parametrize("steps", [1, 2])
+def test_every_sampling_parameter_goes_through_the_engine(tiny, steps):
     """Greedy and sampled, penalties, biases and log-probabilities, mixed in one batch."""
     params = [
         SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True),
@@ -173,6 +174,7 @@ def test_every_sampling_parameter_goes_through_the_engine(tiny):
             tokenizer=ByteTokenizer(),
             num_kv_blocks=40,
             max_model_len=128,
+            max_in_flight_steps=steps,
             **limits,
         ) as llm:
             results.append(llm.generate(texts, params, use_tqdm=False))
@@ -187,7 +189,8 @@ def test_every_sampling_parameter_goes_through_the_engine(tiny):
     assert executor.graph_use.replays > 0
 
 
-def test_the_engine_runs_out_of_memory_and_preempts(tiny):
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_engine_runs_out_of_memory_and_preempts(tiny, steps):
     """As few blocks as one sequence needs and some: tokens are as on the CPU."""
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     texts = [f"{index} asks for more than there is" for index in range(4)]
@@ -201,6 +204,7 @@ def test_the_engine_runs_out_of_memory_and_preempts(tiny):
             block_size=BLOCK,
             max_num_seqs=8,
             max_num_batched_tokens=64,
+            max_in_flight_steps=steps,
         ) as llm:
             outputs = llm.generate(texts, params, use_tqdm=False)
             tokens.append([output.outputs[0].token_ids for output in outputs])

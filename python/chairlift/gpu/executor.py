@@ -98,6 +98,9 @@ class _Step:
 class CudaExecutor:
     """Runs steps of one model on one device."""
 
+    launches_ahead = True
+    """With two steps in flight the next is launched before this one is collected."""
+
     def __init__(
         self,
         config: CudaExecutorConfig,
