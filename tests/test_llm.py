@@ -116,7 +116,7 @@ class Fed(ScriptedExecutor):
         return taken == self.num_prompts or metrics["queued"] >= self.room
 
 
-def test_many_more_prompts_than_the_queue_has_room():
+def test_many_more_prompts_than_the_queue_has_room(steps_in_flight):
     executor = Fed()
     with make(executor, max_queued_requests=3, max_num_seqs=4) as llm:
         executor.llm, executor.num_prompts, executor.room = llm, 200, 3
@@ -129,7 +129,8 @@ def test_many_more_prompts_than_the_queue_has_room():
         assert metrics["submitted"] - metrics["rejected"] == metrics["finished"] == 200
         # Feeding one in, one out would not keep four rows busy.
         steady = [step for step in executor.steps if step.num_prefills + step.num_decodes == 4]
-        assert len(steady) > 240
+        # With run-ahead a row is empty for the step that was planned before its answer had landed.
+        assert len(steady) > (240 if steps_in_flight == 1 else 190)
 
 
 def test_the_queue_is_filled_as_fast_as_it_empties():
