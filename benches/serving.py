@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from chairlift.server.tenants import hash_key
 
@@ -65,13 +66,18 @@ def load(url: str, *flags: str) -> dict:
     return json.loads(done.stdout[done.stdout.index("{") :])
 
 
-def buckets(url: str, name: str, *, key: str = "") -> tuple[dict[float, float], float]:
-    """A histogram of the server: cumulative counts by upper bound, and the sum."""
+def scrape(url: str, *, key: str = "") -> list[Sample]:
+    """All samples of the server's metrics."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(f"{url}/metrics", headers=headers)
     with urllib.request.urlopen(request) as answer:
         families = text_string_to_metric_families(answer.read().decode())
-        samples = [sample for family in families for sample in family.samples]
+        return [sample for family in families for sample in family.samples]
+
+
+def buckets(url: str, name: str, *, key: str = "") -> tuple[dict[float, float], float]:
+    """A histogram of the server: cumulative counts by upper bound, and the sum."""
+    samples = scrape(url, key=key)
     counts = {
         float(sample.labels["le"]): sample.value
         for sample in samples
@@ -151,10 +157,8 @@ async def beside_streams(url: str, count: int, client: subprocess.Popen) -> tupl
 
 def running(url: str) -> int:
     """Requests that run on the server."""
-    with urllib.request.urlopen(f"{url}/metrics") as answer:
-        text = answer.read().decode()
-    values = re.findall(r"^chairlift:num_requests_running\{[^}]*\} (\S+)", text, re.MULTILINE)
-    return int(sum(map(float, values)))
+    name = "chairlift:num_requests_running"
+    return int(sum(sample.value for sample in scrape(url) if sample.name == name))
 
 
 def overhead(args: argparse.Namespace) -> dict:

@@ -265,10 +265,10 @@ impl Scheduler<'_> {
         let mut prefill_backlog = 0;
         for key in &self.lane.running {
             let sequence = &self.ledger.sequences[key.0];
-            let left = match sequence.finished {
-                _ if sequence.ended => 0,
-                Some(_) => 0,
-                None => sequence.num_remaining_tokens() - sequence.num_scheduled_tokens,
+            let left = if sequence.ended || sequence.finished.is_some() {
+                0
+            } else {
+                sequence.num_remaining_tokens() - sequence.num_scheduled_tokens
             };
             let work = &mut at_work[sequence.level];
             work.rows += u64::from(sequence.num_rows());
