@@ -69,6 +69,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
         action=argparse.BooleanOptionalAction,
         help="find KV blocks again by their content",
     )
+    flag(
+        "--watermark-blocks",
+        type=int,
+        metavar="N",
+        help="blocks that a newcomer leaves free while others run (one in a hundred)",
+    )
     flag("--max-queued-requests", type=int, metavar="N", help="most requests that wait")
     flag("--max-queued-tokens", type=int, metavar="N", help="most prompt tokens that wait")
     flag(
