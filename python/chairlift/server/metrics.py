@@ -430,7 +430,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "device_seconds",
         "counter",
-        "Seconds of iterations, shared out by the tokens that each class had in them.",
+        "Seconds of iterations, shared out by what each class caused, as device time is priced.",
         _CLASS,
         of_classes(count("device_time")),
     ),
@@ -494,7 +494,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "tenant_device_seconds",
         "counter",
-        "Seconds of iterations, shared out by the tokens that each tenant had in them.",
+        "Seconds of iterations, shared out by what each tenant caused, as device time is priced.",
         _TENANT,
         of_tenants(count("device_time")),
     ),
