@@ -19,7 +19,7 @@ use crate::iteration::join::leaves_together;
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::Ledger;
 use crate::iteration::sequence::Sequence;
-use crate::iteration::tally::{Payer, Tally};
+use crate::iteration::tally::Payer;
 use crate::metrics::Beat;
 use crate::output::{Event, Output, OutputBatch, TokenLogprob};
 use crate::predict::iteration_time::StepShares;
@@ -69,8 +69,7 @@ impl Commit<'_> {
     pub(crate) fn run(mut self) -> Result<bool, CommitError> {
         self.check()?;
         let shares = self.measure();
-        let first = self.step.parts().next().expect("no step is empty");
-        let mut tally = Tally::new(self.ledger.sequences[first.sequence.0].payer);
+        let mut tally = std::mem::take(&mut self.lane.tally);
         let mut cut = Cut::default();
         let mut ended = false;
         for position in 0..self.step.num_sequences() {
@@ -114,9 +113,10 @@ impl Commit<'_> {
             }
             let outputs = self.ledger.counters.output_tokens - output_before;
             let gap_us = gap_us.filter(|_| outputs > 0);
-            tally.add(self.ledger, payer, step_ns, outputs, gap_us);
+            tally.add(payer, step_ns, outputs, gap_us);
         }
-        tally.flush(self.ledger);
+        tally.settle(self.ledger);
+        self.lane.tally = tally;
         Ok(ended)
     }
 

@@ -8,6 +8,7 @@ use crate::iteration::flight::{Flights, Step};
 use crate::iteration::governor::Governor;
 use crate::iteration::rows::RowPool;
 use crate::iteration::running::Running;
+use crate::iteration::tally::Tally;
 use crate::memory::blocks::BlockPool;
 use crate::predict::iteration_time::{CostModel, StepShape};
 use crate::request::{SequenceKey, Time};
@@ -26,6 +27,8 @@ pub(crate) struct Lane {
     pub(crate) in_flight: Flights,
     /// What was in the step that was planned last.
     pub(crate) last_shape: StepShape,
+    /// What the step that lands did, by class and tenant.
+    pub(crate) tally: Tally,
     /// Nothing more is planned until nothing is in flight: somebody must be preempted.
     pub(crate) must_land: bool,
     /// A batch that leaves together is still being formed.
@@ -65,6 +68,7 @@ impl Lane {
             step,
             in_flight,
             last_shape: StepShape::default(),
+            tally: Tally::default(),
             must_land: false,
             is_forming: false,
             at_work: Vec::new(),
