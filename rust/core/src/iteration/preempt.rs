@@ -91,8 +91,12 @@ pub(crate) fn choose_victims_for(
     level: Option<usize>,
     lack: Lack,
 ) -> Option<Vec<SequenceKey>> {
-    // What a victim shares with the newcomer is no gain: the newcomer takes it.
     let state = &ledger.sequences[newcomer.0];
+    let may_have_guests = state.blocked_since.is_some() && lane.running.has_guests();
+    if !may_have_guests && !level.is_some_and(|level| lane.running.has_below(level)) {
+        return None;
+    }
+    // What a victim shares with the newcomer is no gain: the newcomer takes it.
     let cached = &state.chain[..lack.num_cached_blocks as usize];
     let is_guest = |sequence: &Sequence| {
         let since = state.blocked_since;
@@ -155,7 +159,8 @@ pub(crate) fn preempt(
     position: usize,
     limits: &Limits,
 ) -> u32 {
-    let key = lane.running.remove(position);
+    let key = lane.running[position];
+    lane.running.leave(&ledger.sequences, key);
     lane.step.withdraw(key);
     ledger.refund(key);
     let sequence = &mut ledger.sequences[key.0];

@@ -184,7 +184,7 @@ impl Scheduler<'_> {
         if sequence.num_remaining_tokens() == 1 {
             sequence.num_scheduled_tokens = 1;
             self.budget -= 1;
-            self.lane.step.add(key, 1);
+            self.lane.step.add_decode(key);
         }
     }
 
@@ -220,7 +220,7 @@ impl Scheduler<'_> {
 
     fn schedule_chunks_of(&mut self, level: usize) {
         let block_size = self.limits.block_size();
-        for &key in &self.lane.running {
+        for &key in self.lane.running.iter() {
             if self.budget == 0 {
                 return;
             }
@@ -247,7 +247,7 @@ impl Scheduler<'_> {
             self.budget -= chunk;
             let samples = sequence.num_samples();
             self.lane.governor.grant(before, chunk, samples);
-            self.lane.step.add(key, chunk);
+            self.lane.step.add_chunk(key, chunk, remaining - chunk);
         }
     }
 
@@ -258,12 +258,15 @@ impl Scheduler<'_> {
         let at_work = &mut self.lane.at_work;
         at_work.clear();
         at_work.resize(num_levels, AtWork::default());
-        // One level and best effort: who decodes is in nobody's way.
-        if num_levels == 2 && self.lane.step.decodes.len() == self.lane.running.len() {
-            return 0;
+        let step = &self.lane.step;
+        if step.num_sequences() == self.lane.running.len() && !self.lane.running.has_below(0) {
+            // Nobody is left out, and what the highest level holds is nobody's to take.
+            let left = step.parts().map(|part| u64::from(part.num_left_tokens));
+            at_work[0].prefill_tokens = left.sum();
+            return at_work[0].prefill_tokens;
         }
         let mut prefill_backlog = 0;
-        for key in &self.lane.running {
+        for key in self.lane.running.iter() {
             let sequence = &self.ledger.sequences[key.0];
             let left = if sequence.ended || sequence.finished.is_some() {
                 0
@@ -302,10 +305,8 @@ impl Scheduler<'_> {
     fn without_rows(&mut self) -> Option<Blocked> {
         let queue = &self.ledger.queue;
         let level = queue.next_level()?;
-        let is_lower = |key: &SequenceKey| self.ledger.sequences[key.0].level > level;
-        let may_preempt = self.ledger.rules.policy().preempt_to_admit
-            && level + 1 < queue.num_levels()
-            && self.lane.running.iter().any(is_lower);
+        let may_preempt =
+            self.ledger.rules.policy().preempt_to_admit && self.lane.running.has_below(level);
         if self.lane.rows.num_free() > 0 || may_preempt {
             return None;
         }
@@ -382,11 +383,12 @@ impl Scheduler<'_> {
         handed: &mut Handed,
     ) {
         self.budget -= chunk;
-        self.lane.step.add(key, chunk);
         let sequence = &mut self.ledger.sequences[key.0];
+        let left = sequence.num_remaining_tokens() - chunk;
+        self.lane.step.add_chunk(key, chunk, left);
         if let Next::Promoted(_) = next {
             // It stays ahead of those it went ahead of, or they would take its place.
-            sequence.level = 0;
+            self.lane.running.move_to(sequence, 0);
         }
         if !matches!(next, Next::Returning(..)) {
             // What returns was let in before: it is no service to those that wait for their first time.
@@ -549,7 +551,7 @@ impl Scheduler<'_> {
         let samples = sequence.num_samples();
         self.lane.governor.grant(num_cached_tokens, chunk, samples);
         self.ledger.admitted(key, num_cached_tokens, self.now);
-        self.ledger.enter_running(&mut self.lane.running, key);
+        self.lane.running.enter(&self.ledger.sequences, key);
         self.has_joined(key, cached);
         Ok(chunk)
     }
