@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypedDict
 from chairlift import _core
 from chairlift.config import Config, Duration, PolicyConfig, shown
 from chairlift.errors import ConfigError
+from chairlift.host_memory import available_memory
 
 if TYPE_CHECKING:
     from chairlift.cost_model import CostCoefficients
@@ -24,6 +25,7 @@ _KINDS = {"str": str, "int": int, "bool": bool, "float": float}
 _POSITIVE = ("kv_cache_memory", "num_threads", "record_limit")
 _LARGEST = {
     "kv_cache_memory": 2**63 - 1,
+    "kv_host_memory": 2**63 - 1,
     "max_queued_tokens": 2**63 - 1,
     "seed": 2**63 - 1,
     "record_limit": 2**63 - 1,
@@ -49,6 +51,7 @@ class EngineOptions(TypedDict, total=False):
     block_size: int
     num_kv_blocks: int | None
     kv_cache_memory: int | None
+    kv_host_memory: int
     gpu_memory_utilization: float
     enforce_eager: bool
     enable_prefix_caching: bool
@@ -107,6 +110,9 @@ class EngineArgs:
     """Blocks of the KV pool; None: from ``kv_cache_memory``."""
     kv_cache_memory: int | None = None
     """Bytes of the KV pool; None: a share of the memory that is available."""
+    kv_host_memory: int = 0
+    """Bytes of host memory for KV blocks that a device has no room for (the second tier); 0: none.
+    On the CPU there is nothing to gain by it: all blocks are in host memory."""
     gpu_memory_utilization: float = 0.9
     """Share of a CUDA device's memory that may be used; the KV pool gets what weights and the
     largest step leave of it."""
@@ -208,6 +214,7 @@ def check_args(args: EngineArgs) -> None:
         raise ConfigError(f"device is {shown(args.device)}; known are {', '.join(_DEVICES)}")
     if not isinstance(args.record, str | PathLike | None):
         raise ConfigError(f"record is {shown(args.record)}; it must be the path of a file")
+    _check_host_memory(args)
     for name, method in (("tokenizer", "token_table"), ("executor", "launch")):
         value = getattr(args, name)
         if not (value is None or isinstance(value, str) or hasattr(value, method)):
@@ -222,6 +229,22 @@ def check_args(args: EngineArgs) -> None:
             vocab_size=1,
         )
     )
+
+
+def _check_host_memory(args: EngineArgs) -> None:
+    wanted = args.kv_host_memory
+    if not wanted:
+        return
+    if not args.enable_prefix_caching:
+        raise ConfigError(
+            f"kv_host_memory is {wanted}, but enable_prefix_caching is False, and blocks on the host "
+            "are found by it: switch it on, or leave kv_host_memory out"
+        )
+    available = available_memory()
+    if wanted > available:
+        raise ConfigError(
+            f"kv_host_memory is {wanted:,} bytes, but {available:,} are available; lower it"
+        )
 
 
 def core_settings(

@@ -164,13 +164,14 @@ class StepResult:
     after the first of several; from then on no step of that sequence is launched ahead."""
 
 
-def check_supported(plan: StepPlan) -> None:
-    """Refuse a plan with what an executor of plain models in one memory cannot do.
+def check_supported(plan: StepPlan, *, has_host_blocks: bool = False) -> None:
+    """Refuse a plan with what an executor of plain models cannot do.
 
     Raises:
-        UnsupportedStepError: it copies to or from the host, masks logits, or uses an adapter.
+        UnsupportedStepError: it copies to or from the host without ``has_host_blocks``, masks
+            logits, or uses an adapter.
     """
-    if (plan.block_copy_locations != LOCATION_DEVICE).any():
+    if not has_host_blocks and (plan.block_copy_locations != LOCATION_DEVICE).any():
         raise UnsupportedStepError(
             f"step {plan.step} copies blocks to or from the host; this executor keeps all blocks "
             "on the device"

@@ -14,6 +14,7 @@ from chairlift.attention import get_backend
 from chairlift.attention.reference import rms_norm
 from chairlift.cuda_kernels import ops
 from chairlift.gpu.device import CudaDevice
+from chairlift.gpu.host_blocks import HostBlocks
 from chairlift.gpu.sampling import DeviceSampler
 from chairlift.sampler import Sampler
 from fp8_reference import OnItsCache
@@ -126,13 +127,22 @@ def test_silu_mul(dtype, width):
 
 def test_block_copy():
     caches = [randn(7, 2, 16, 64, dtype=torch.bfloat16, seed=seed) for seed in range(6)]
-    copies = torch.tensor([[0, 3], [5, 1], [0, 6]], dtype=torch.int32).cuda()
-    addresses = torch.tensor([cache.data_ptr() for cache in caches]).cuda()
+    host = HostBlocks(3, caches, CudaDevice())
+    for index, cache in enumerate(host.caches):
+        cache.copy_(randn(*cache.shape, dtype=torch.bfloat16, seed=9 + index))
+    copies = torch.tensor([[0, 3], [5, 1], [0, 6], [2, 0], [1, 4]], dtype=torch.int32).cuda()
+    locations = torch.tensor([[0, 0], [0, 0], [0, 0], [0, 1], [1, 0]], dtype=torch.uint8).cuda()
+    addresses = torch.tensor([cache.data_ptr() for cache in (*caches, *host.caches)]).cuda()
     wanted = [cache.clone() for cache in caches]
-    for cache in wanted:
+    wanted_on_host = [cache.clone() for cache in host.caches]
+    for cache, host_cache in zip(wanted, wanted_on_host, strict=True):
         cache[[3, 1, 6]] = cache[[0, 5, 0]]
-    ops.block_copy(addresses, copies, caches)
+        cache[4] = host_cache[1].cuda()
+        host_cache[0] = cache[2].cpu()
+    ops.block_copy(addresses, copies, locations, caches, host.caches)
+    torch.cuda.synchronize()
     assert all(torch.equal(*pair) for pair in zip(caches, wanted, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(host.caches, wanted_on_host, strict=True))
 
 
 def test_an_operator_is_captured_and_replayed_on_new_values():

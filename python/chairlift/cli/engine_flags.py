@@ -54,6 +54,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
         help="size of the KV pool instead, such as 512M or 4G",
     )
     flag(
+        "--kv-host-memory",
+        type=memory_size,
+        metavar="SIZE",
+        help="host memory for KV blocks that a CUDA device has no room for",
+    )
+    flag(
         "--gpu-memory-utilization",
         type=float,
         metavar="SHARE",

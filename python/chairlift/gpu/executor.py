@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,13 +23,14 @@ from chairlift.cuda_kernels import ops
 from chairlift.cuda_kernels.catalogue import HEAD_DIMS
 from chairlift.cuda_kernels.work import CHUNK_TOKENS
 from chairlift.errors import ModelError, UnsupportedModelError
-from chairlift.executor import STATUS_OK, StepResult, check_supported
+from chairlift.executor import LOCATION_HOST, STATUS_OK, StepResult, check_supported
 from chairlift.gpu.attention import CudaBackend, CudaOps, StepWork, cut_step, kernels_of
 from chairlift.gpu.device import CudaDevice, Device, Event, Graph
 from chairlift.gpu.graphs import GraphLadder, GraphShape, GraphUse
+from chairlift.gpu.host_blocks import HostBlocks, num_host_blocks
 from chairlift.gpu.memory import kv_memory, partial_bytes_per_block
 from chairlift.gpu.pinning import PlanPinning
-from chairlift.gpu.plan_buffers import PlanBuffers, PlanLimits
+from chairlift.gpu.plan_buffers import PlanBuffers, PlanLimits, host_view
 from chairlift.gpu.profiling import profiling_plan
 from chairlift.gpu.sampling import DeviceSampler
 from chairlift.kv_cache import KvCache, KvPoolSize, kv_bytes_per_block, size_kv_pool
@@ -77,6 +78,8 @@ class CudaExecutorConfig:
     """Size of the KV pool in bytes; None: what ``gpu_memory_utilization`` leaves."""
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory that may be used."""
+    kv_host_memory: int = 0
+    """Size in bytes of the pool of KV blocks on the host, the second tier; 0: there is none."""
     enforce_eager: bool = False
     """Whether decodes are launched one by one, without CUDA graphs."""
     chunk_tokens: int = CHUNK_TOKENS
@@ -125,11 +128,12 @@ class CudaExecutor:
             )
         self.dtype = _resolve_dtype(config.dtype)
         longest = longest_sequence(self.model_config, config.max_model_len)
-        self._pinning = PlanPinning(self._device.pin)
+        self._pinning = PlanPinning(self._device)
         self._backend = CudaBackend(config.chunk_tokens)
         self._in_flight: list[_Step] = []
         self._graphs: dict[GraphShape, Graph] = {}
         self.graph_use = GraphUse()
+        self._host_blocks: HostBlocks | None = None
         with self._device.active(), torch.inference_mode():
             start = time.perf_counter()
             self._device.load(kernels_of(self.model_config, self.dtype))
@@ -160,6 +164,7 @@ class CudaExecutor:
             self.kv_pool = self._size_pool(longest)
             logger.info("%s", self.kv_pool)
             self._reserve(self.kv_pool)
+            self._reserve_host_blocks(config.kv_host_memory)
             self._capture()
 
     @property
@@ -178,6 +183,11 @@ class CudaExecutor:
         return self.kv_pool.num_blocks
 
     @property
+    def num_host_kv_blocks(self) -> int:
+        """Blocks of the pool on the host."""
+        return 0 if self._host_blocks is None else len(self._host_blocks.caches[0])
+
+    @property
     def block_size(self) -> int:
         """Tokens of a block."""
         return self.kv_pool.block_size
@@ -189,7 +199,7 @@ class CudaExecutor:
 
     def launch(self, plan: StepPlan) -> None:
         """See :class:`chairlift.executor.Executor`."""
-        check_supported(plan)
+        check_supported(plan, has_host_blocks=self._host_blocks is not None)
         with self._device.active(), torch.inference_mode():
             self._pinning.see(plan)
             self._sampler.reset(plan.resets)
@@ -217,20 +227,14 @@ class CudaExecutor:
         shape = self._choose_graph(plan, work)
         scored = scored_tokens(plan)
         sources, source_rows = _tokens_from_rows(plan)
-        step, (copies, rows, indices, to, of) = self._buffers.send(
+        step, (rows, indices, to, of) = self._buffers.send(
             plan,
             work,
             shape=shape,
-            more=(
-                plan.block_copies,
-                plan.sample_rows,
-                _int32(scored),
-                sources,
-                source_rows,
-            ),
+            more=(plan.sample_rows, _int32(scored), sources, source_rows),
         )
-        if len(copies):
-            ops.block_copy(self._cache_addresses, copies, self._flat_caches)
+        if len(plan.block_copies):
+            self._copy_blocks(plan)
         if len(to):
             step.token_ids[to] = self._sampler.last_tokens[of]
         count = len(plan.sample_rows)
@@ -252,6 +256,25 @@ class CudaExecutor:
         done = self._device.event()
         done.record()
         return _Step(plan, done, sampled, prompt_logprobs, failed_scores)
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        """Launch a step's block copies: those to the host, then the others, which may write what
+        those read."""
+        copies, locations = (
+            host_view(array).to(self._device.torch_device, non_blocking=True)
+            for array in (plan.block_copies, plan.block_copy_locations)
+        )
+        to_host = np.count_nonzero(plan.block_copy_locations[:, 1] == LOCATION_HOST)
+        host_caches = [] if self._host_blocks is None else self._host_blocks.caches
+        for part in (slice(to_host), slice(to_host, None)):
+            if len(copies[part]):
+                ops.block_copy(
+                    self._cache_addresses,
+                    copies[part],
+                    locations[part],
+                    self._flat_caches,
+                    host_caches,
+                )
 
     def _cut(self, plan: StepPlan) -> StepWork:
         return cut_step(
@@ -330,8 +353,30 @@ class CudaExecutor:
     def _reserve(self, size: KvPoolSize) -> None:
         self._cache = KvCache(self.model_config, size, self.dtype, self._device.torch_device)
         self._flat_caches = [cache for layer in self._cache.layers for cache in layer]
-        addresses = [cache.data_ptr() for cache in self._flat_caches]
-        self._cache_addresses = torch.tensor(addresses, device=self._device.torch_device)
+        self._cache_addresses = self._addresses(self._flat_caches)
+
+    def _reserve_host_blocks(self, memory_bytes: int) -> None:
+        """Reserve the second tier, if there is one."""
+        pool = self.kv_pool
+        num_blocks = num_host_blocks(memory_bytes, pool.bytes_per_block)
+        if not num_blocks:
+            return
+        start = time.perf_counter()
+        self._host_blocks = HostBlocks(num_blocks, self._flat_caches, self._device)
+        caches = (*self._flat_caches, *self._host_blocks.caches)
+        self._cache_addresses = self._addresses(caches)
+        logger.info(
+            "KV blocks on the host: %.0f MiB, %s blocks of %d = %s tokens, %.1f s",
+            num_blocks * pool.bytes_per_block / 2**20,
+            f"{num_blocks:,}",
+            pool.block_size,
+            f"{num_blocks * pool.block_size:,}",
+            time.perf_counter() - start,
+        )
+
+    def _addresses(self, caches: Sequence[Tensor]) -> Tensor:
+        addresses = [cache.data_ptr() for cache in caches]
+        return torch.tensor(addresses, device=self._device.torch_device)
 
     def _capture(self) -> None:
         """Capture the graphs, the largest first, so that the others fit into its memory."""
