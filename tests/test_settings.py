@@ -53,6 +53,8 @@ NOWHERE = "/no/such/model"
         ("max_logprobs", -1, "max_logprobs is -1"),
         ("seed", None, "seed is None"),
         ("dtype", 32, "dtype is 32; it must be a string"),
+        ("kv_cache_dtype", "int8", "kv_cache_dtype is 'int8'; known are auto, fp8, fp8_e4m3"),
+        ("kv_cache_dtype", "fp8", "kv_cache_dtype is 'fp8', but device is 'cpu', which keeps"),
         ("revision", 1, "revision is 1; it must be a string"),
         ("device", "tpu", "device is 'tpu'; known are cpu, cuda"),
         ("device", 0, "device is 0; it must be a string"),

@@ -338,6 +338,7 @@ def _cuda_parts(args: EngineArgs) -> _Parts:
         CudaExecutorConfig(
             model_dir=directory,
             dtype=args.dtype,
+            kv_cache_dtype=args.kv_cache_dtype,
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             max_model_len=args.max_model_len,
@@ -359,7 +360,10 @@ def _cuda_parts(args: EngineArgs) -> _Parts:
         num_host_kv_blocks=executor.num_host_kv_blocks,
         eos_token_ids=executor.model_config.eos_token_ids,
         cost_key=CostKey(
-            model=str(directory), device=device.name, dtype=str(executor.dtype), threads=0
+            model=str(directory),
+            device=device.name,
+            dtype=" ".join(map(str, dict.fromkeys((executor.dtype, executor.cache_dtype)))),
+            threads=0,
         ),
     )
 

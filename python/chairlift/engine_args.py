@@ -21,6 +21,7 @@ DEFAULT_MAX_MODEL_LEN = 8_192
 _MOST_KV_BLOCKS = 2**26
 """The core's MAX_KV_BLOCKS: what stands for a pool whose size is not known yet."""
 _DEVICES = ("cpu", "cuda")
+_KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 _KINDS = {"str": str, "int": int, "bool": bool, "float": float}
 _POSITIVE = ("kv_cache_memory", "num_threads", "record_limit")
 _LARGEST = {
@@ -44,6 +45,7 @@ class EngineOptions(TypedDict, total=False):
     revision: str | None
     device: str
     dtype: str
+    kv_cache_dtype: str
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int | None
@@ -96,6 +98,9 @@ class EngineArgs:
     dtype: str = "auto"
     """``float32``, ``bfloat16``, ``float16`` (on CUDA), or ``auto``: what the device computes
     natively."""
+    kv_cache_dtype: str = "auto"
+    """``auto``: that of the model; ``fp8`` or ``fp8_e4m3``, which are the same: 8 bits a number, on
+    CUDA, for models of 16 bits."""
     max_num_seqs: int = 256
     """Most sequences that run at once."""
     max_num_batched_tokens: int = 2_048
@@ -210,8 +215,16 @@ def check_args(args: EngineArgs) -> None:
         elif not isinstance(value, kind):
             wanted = "True or False" if kind is bool else "a string"
             raise ConfigError(f"{option.name} is {shown(value)}; it must be {wanted}")
-    if args.device not in _DEVICES:
-        raise ConfigError(f"device is {shown(args.device)}; known are {', '.join(_DEVICES)}")
+    for name, known in (("device", _DEVICES), ("kv_cache_dtype", _KV_CACHE_DTYPES)):
+        if getattr(args, name) not in known:
+            raise ConfigError(
+                f"{name} is {shown(getattr(args, name))}; known are {', '.join(known)}"
+            )
+    if args.kv_cache_dtype != "auto" and args.device == "cpu" and args.executor is None:
+        raise ConfigError(
+            f"kv_cache_dtype is {args.kv_cache_dtype!r}, but device is 'cpu', which keeps KV blocks "
+            "in the model's dtype; leave it out, or use device='cuda'"
+        )
     if not isinstance(args.record, str | PathLike | None):
         raise ConfigError(f"record is {shown(args.record)}; it must be the path of a file")
     _check_host_memory(args)

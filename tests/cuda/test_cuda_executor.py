@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 
 import numpy as np
@@ -11,82 +10,17 @@ import pytest
 import torch
 import transformers
 from cpu_device import CpuDevice
-from emulated_device import SCHEDULES
 from emulated_launcher import EmulatedLauncher, emulate
+from tiny_model import BLOCK, on_cpu, on_cuda
 
 from chairlift import LLM, SamplingParams
-from chairlift.errors import (
-    ConfigError,
-    ModelError,
-    UnsupportedModelError,
-    UnsupportedStepError,
-)
+from chairlift.errors import ConfigError, UnsupportedModelError, UnsupportedStepError
 from chairlift.executor import STATUS_FAILED, STATUS_OK
 from chairlift.gpu import CudaExecutor, CudaExecutorConfig
 from chairlift.testing import ByteTokenizer
-from chairlift.torch_executor import TorchExecutor, TorchExecutorConfig
 from plans import generate, make_plan, place, run_step
 
-BLOCK = 8
-CHUNK = 64
-VOCAB = 258
-LENGTHS = (1, 5, 16, 61, 90)
-LIMITS = {"block_size": BLOCK, "num_kv_blocks": 40, "max_num_seqs": 8}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A small random model with norms of q and k, grouped heads and sharp logits."""
-    config = transformers.Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=160,
-        eos_token_id=2,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM(config).eval()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(40)
-    directory = tmp_path_factory.mktemp("tiny")
-    model.save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(autouse=True)
-def launcher():
-    launcher = EmulatedLauncher(SCHEDULES[0], guards=False)
-    emulate(launcher)
-    yield launcher
-    emulate(None)
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
-
-
-def on_cuda(directory, device=None, **settings):
-    settings = LIMITS | {
-        "dtype": "float32",
-        "chunk_tokens": CHUNK,
-        "max_num_batched_tokens": 64,
-        **settings,
-    }
-    return CudaExecutor(
-        CudaExecutorConfig(model_dir=directory, **settings),
-        CpuDevice() if device is None else device,
-    )
-
-
-def on_cpu(directory, **settings):
-    return TorchExecutor(TorchExecutorConfig(directory, "float32", **LIMITS, **settings))
+pytestmark = pytest.mark.usefixtures("launcher")
 
 
 @pytest.fixture(scope="module")
@@ -310,91 +244,6 @@ def test_blocks_are_copied_before_the_forward_pass(tiny, prompts, expected):
     run_step(executor, [sequence], make_plan([sequence], block_size=BLOCK, copies=copies))
     run_step(executor, [sequence], make_plan([sequence], block_size=BLOCK))
     assert sequence.output_ids == expected[2][:3]
-
-
-HERE, HOST = 0, 1
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_blocks_go_to_the_host_and_come_back(tiny, prompts, dtype):
-    """A sequence's blocks leave for the host, are overwritten, and return elsewhere: same tokens.
-
-    One of them leaves and is written by a block that returns in the same step.
-    """
-    block_bytes = 2 * 2 * 1 * 64 * BLOCK * getattr(torch, dtype).itemsize
-    device = CpuDevice()
-    executor = on_cuda(tiny, device, dtype=dtype, kv_host_memory=10 * block_bytes + 5)
-    assert executor.num_host_kv_blocks == 10
-    wanted = generate(executor, prompts[2:3], max_tokens=6, block_size=BLOCK)[0]
-    (sequence,) = place(prompts[2:3], max_tokens=6, block_size=BLOCK)
-    run_step(executor, [sequence], make_plan([sequence], block_size=BLOCK))
-    first, second, *rest = sequence.blocks
-    # The prompt is 16 tokens long: two blocks, full.
-    copies, locations = ((first, 4), (second, 7)), ((HERE, HOST),) * 2
-    run_step(
-        executor,
-        [sequence],
-        make_plan([sequence], block_size=BLOCK, copies=copies, copy_locations=locations),
-    )
-    with torch.inference_mode():
-        for cache in executor._flat_caches:
-            cache[[first, second]] = 7.0
-    # The first returns into the second's place, whose garbage leaves for the host before.
-    sequence.blocks = [second, 20, *rest]
-    copies = ((second, 9), (4, second), (7, 20))
-    locations = ((HERE, HOST), (HOST, HERE), (HOST, HERE))
-    run_step(
-        executor,
-        [sequence],
-        make_plan([sequence], block_size=BLOCK, copies=copies, copy_locations=locations),
-    )
-    while len(sequence.output_ids) < 6:
-        run_step(executor, [sequence], make_plan([sequence], block_size=BLOCK))
-    assert sequence.output_ids == wanted
-    for cache in executor._host_blocks.caches:
-        assert (cache[9].float() == 7.0).all()
-    addresses = [address for address, _ in device.pinned]
-    del executor
-    gc.collect()
-    assert device.unpinned == addresses
-
-
-def test_both_directions_of_a_step_are_two_launches(tiny, prompts, launcher):
-    executor = on_cuda(tiny, kv_host_memory=1 << 20)
-    (sequence,) = place(prompts[2:3], max_tokens=4, block_size=BLOCK)
-    launcher.launched.clear()
-    plan = make_plan(
-        [sequence],
-        block_size=BLOCK,
-        copies=((30, 1), (31, 2), (32, 3), (5, 30), (33, 34)),
-        copy_locations=(*((HERE, HOST),) * 3, (HOST, HERE), (HERE, HERE)),
-    )
-    run_step(executor, [sequence], plan)
-    grids = [launch.grid for launch in launcher.launched if launch.kernel == "block_copy"]
-    assert grids == [(3, 4, 1), (2, 4, 1)]
-
-
-def test_without_blocks_on_the_host_none_are_copied_there(tiny, prompts):
-    executor = on_cuda(tiny)
-    assert executor.num_host_kv_blocks == 0
-    (sequence,) = place(prompts[2:3], max_tokens=4, block_size=BLOCK)
-    plan = make_plan(
-        [sequence], block_size=BLOCK, copies=((1, 2),), copy_locations=((HERE, HOST),)
-    )
-    with pytest.raises(UnsupportedStepError, match="copies blocks to or from the host"):
-        executor.launch(plan)
-
-
-def test_memory_of_the_host_that_holds_no_block_or_cannot_be_pinned(tiny):
-    with pytest.raises(ModelError, match=r"kv_host_memory is 100 bytes, but one block takes 8,192"):
-        on_cuda(tiny, kv_host_memory=100)
-
-    class Unpinnable(CpuDevice):
-        def pin(self, address, num_bytes):
-            raise RuntimeError("out of luck")
-
-    with pytest.raises(ModelError, match=r"cannot be pinned .out of luck.; lower kv_host_memory"):
-        on_cuda(tiny, Unpinnable(), kv_host_memory=1 << 20)
 
 
 @pytest.mark.parametrize(("enforce_eager", "steps"), [(True, 1), (False, 2)])

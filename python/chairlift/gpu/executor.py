@@ -21,6 +21,7 @@ import torch
 
 from chairlift.cuda_kernels import ops
 from chairlift.cuda_kernels.catalogue import HEAD_DIMS
+from chairlift.cuda_kernels.kernels import cache_types
 from chairlift.cuda_kernels.work import CHUNK_TOKENS
 from chairlift.errors import ModelError, UnsupportedModelError
 from chairlift.executor import LOCATION_HOST, STATUS_OK, StepResult, check_supported
@@ -55,6 +56,7 @@ _DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
+_FP8_CACHES = ("fp8", "fp8_e4m3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,8 @@ class CudaExecutorConfig:
     """A directory in Hugging Face's format (see :func:`chairlift.hub.resolve_model`)."""
     dtype: str = "auto"
     """``bfloat16`` (``auto``), ``float16`` or ``float32``."""
+    kv_cache_dtype: str = "auto"
+    """That of the model (``auto``), or ``fp8``, which is ``fp8_e4m3``."""
     max_num_seqs: int = 256
     """Rows: sequences that can run at once."""
     max_num_batched_tokens: int = 2_048
@@ -127,6 +131,7 @@ class CudaExecutor:
                 f"kernels are for {HEAD_DIMS}"
             )
         self.dtype = _resolve_dtype(config.dtype)
+        self.cache_dtype = _resolve_cache_dtype(config.kv_cache_dtype, self.dtype)
         longest = longest_sequence(self.model_config, config.max_model_len)
         self._pinning = PlanPinning(self._device)
         self._backend = CudaBackend(config.chunk_tokens)
@@ -136,7 +141,7 @@ class CudaExecutor:
         self._host_blocks: HostBlocks | None = None
         with self._device.active(), torch.inference_mode():
             start = time.perf_counter()
-            self._device.load(kernels_of(self.model_config, self.dtype))
+            self._device.load(kernels_of(self.model_config, self.dtype, self.cache_dtype))
             logger.info("CUDA kernels are ready, %.1f s", time.perf_counter() - start)
             start = time.perf_counter()
             if weights is None:
@@ -306,7 +311,9 @@ class CudaExecutor:
     def _size_pool(self, longest: int) -> KvPoolSize:
         """Size the KV pool, where it was not chosen, by what the largest step leaves."""
         config = self._config
-        bytes_per_block = kv_bytes_per_block(self.model_config, config.block_size, self.dtype)
+        bytes_per_block = kv_bytes_per_block(
+            self.model_config, config.block_size, self.cache_dtype
+        )
         memory_bytes = config.kv_cache_memory
         if config.num_kv_blocks is None and memory_bytes is None:
             step_bytes = self._device.peak_bytes(
@@ -351,7 +358,8 @@ class CudaExecutor:
         self._run(plan).done.synchronize()
 
     def _reserve(self, size: KvPoolSize) -> None:
-        self._cache = KvCache(self.model_config, size, self.dtype, self._device.torch_device)
+        device = self._device.torch_device
+        self._cache = KvCache(self.model_config, size, self.cache_dtype, device)
         self._flat_caches = [cache for layer in self._cache.layers for cache in layer]
         self._cache_addresses = self._addresses(self._flat_caches)
 
@@ -410,6 +418,20 @@ def _resolve_dtype(name: str) -> torch.dtype:
         return _DTYPES[name]
     except KeyError:
         raise ModelError(f"unknown dtype {name!r}; known are {', '.join(_DTYPES)}") from None
+
+
+def _resolve_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    if name == "auto":
+        return dtype
+    if name not in _FP8_CACHES:
+        raise ModelError(
+            f"unknown kv_cache_dtype {name!r}; known are auto, {', '.join(_FP8_CACHES)}"
+        )
+    if torch.float8_e4m3fn not in cache_types(dtype):
+        raise ModelError(
+            f"kv_cache_dtype is {name!r}, which needs a model of 16 bits, but dtype is float32"
+        )
+    return torch.float8_e4m3fn
 
 
 def _int32(indices: Tensor | None) -> Int32Array:
