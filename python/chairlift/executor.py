@@ -162,6 +162,9 @@ class StepResult:
     """[S + 1] range of each sample's tokens, one at least; None is one each. What comes after a
     token that ends the answer is dropped, and so is what a step that is in flight already samples
     after the first of several; from then on no step of that sequence is launched ahead."""
+    graph_rows: int = 0
+    """Rows of the CUDA graph that was replayed for the step: its ``N`` sequences, and padding where
+    the graph is larger; 0: none was."""
 
 
 def check_supported(plan: StepPlan, *, has_host_blocks: bool = False) -> None:

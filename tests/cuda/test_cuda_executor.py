@@ -148,8 +148,13 @@ def test_the_engine_runs_out_of_memory_and_preempts(tiny, steps):
         ) as llm:
             outputs = llm.generate(texts, params, use_tqdm=False)
             tokens.append([output.outputs[0].token_ids for output in outputs])
-            assert llm.metrics()["preemptions"] > 0
+            metrics = llm.metrics()
+            assert metrics["preemptions"] > 0
     assert tokens[0] == tokens[1]
+    use = executor.graph_use
+    assert metrics["graph_steps"] == use.replays > 0
+    assert metrics["graph_rows"] == use.sequences + use.padding
+    assert metrics["graph_padded_rows"] == use.padding > 0
 
 
 def test_an_engine_on_cuda_is_made_of_its_options(tiny, monkeypatch, caplog):

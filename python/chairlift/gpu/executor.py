@@ -100,6 +100,8 @@ class _Step:
     prompt_logprobs: RaggedLogprobs | None
     failed_scores: Int32Array
     """Tokens whose scores could not be told."""
+    graph_rows: int
+    """Of the graph that was replayed; 0: none was."""
 
 
 class CudaExecutor:
@@ -224,7 +226,13 @@ class CudaExecutor:
             return StepResult(token_ids, statuses, None, step.prompt_logprobs)
         sampled = step.sampled()
         mark_failed(statuses, plan, plan.logits_indices[sampled.statuses.nonzero()])
-        return StepResult(sampled.token_ids, statuses, sampled.logprobs, step.prompt_logprobs)
+        return StepResult(
+            sampled.token_ids,
+            statuses,
+            sampled.logprobs,
+            step.prompt_logprobs,
+            graph_rows=step.graph_rows,
+        )
 
     def _run(self, plan: StepPlan) -> _Step:
         """Launch a step."""
@@ -260,7 +268,8 @@ class CudaExecutor:
             sampled = self._sampler.sample(self._model.score(hidden[:count]), plan, rows)
         done = self._device.event()
         done.record()
-        return _Step(plan, done, sampled, prompt_logprobs, failed_scores)
+        graph_rows = 0 if shape is None else shape.sequences
+        return _Step(plan, done, sampled, prompt_logprobs, failed_scores, graph_rows)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         """Launch a step's block copies: those to the host, then the others, which may write what
