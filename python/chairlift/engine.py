@@ -328,11 +328,16 @@ def _model_parts(args: EngineArgs) -> _Parts:
 
 def _cuda_parts(args: EngineArgs) -> _Parts:
     """Load the model into the CUDA executor."""
+    from chairlift.cuda_kernels.catalogue import MAX_LISTED  # noqa: PLC0415
     from chairlift.gpu import CudaExecutor, CudaExecutorConfig  # noqa: PLC0415  # torch is heavy
     from chairlift.gpu.device import CudaDevice  # noqa: PLC0415
     from chairlift.hub import resolve_model  # noqa: PLC0415
 
     device = CudaDevice()  # before a model is fetched for nothing
+    if args.max_logprobs > MAX_LISTED:
+        raise ConfigError(
+            f"max_logprobs is {args.max_logprobs}; it must be at most {MAX_LISTED} on a CUDA device"
+        )
     directory = resolve_model(args.model, revision=args.revision)
     executor = CudaExecutor(
         CudaExecutorConfig(

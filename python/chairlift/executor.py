@@ -15,8 +15,8 @@ what that is, as long as it does not fail the whole step.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -71,6 +71,11 @@ class RowResets:
     bias_ids: Int32Array
     bias_values: Float32Array
     suppressed_ids: Int32Array
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """All of them, in this order, in which samplers take them."""
+        return tuple(getattr(self, item.name) for item in fields(self))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,7 @@
 
 A step is launched without waiting: copies of the plan, block copies, forward, sampling, one copy of
 the tokens back; :meth:`CudaExecutor.collect` waits for that once. Steps of decodes alone are
-replayed as CUDA graphs, padded to the next larger one. Log-probabilities of prompts alone make a
-launch wait.
+replayed as CUDA graphs, padded to the next larger one.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from chairlift.gpu.attention import CudaBackend, CudaOps, StepWork, cut_step, ke
 from chairlift.gpu.device import CudaDevice, Device, Event, Graph
 from chairlift.gpu.graphs import GraphLadder, GraphShape, GraphUse
 from chairlift.gpu.host_blocks import HostBlocks, num_host_blocks
+from chairlift.gpu.logprobs import PromptScores
 from chairlift.gpu.memory import kv_memory, partial_bytes_per_block
 from chairlift.gpu.pinning import PlanPinning
 from chairlift.gpu.plan_buffers import PlanBuffers, PlanLimits, host_view
@@ -38,10 +38,10 @@ from chairlift.kv_cache import KvCache, KvPoolSize, kv_bytes_per_block, size_kv_
 from chairlift.models.config import ModelConfig
 from chairlift.models.llama import LlamaModel
 from chairlift.models.weights import Checkpoint
-from chairlift.prompt_scores import score_prompt
 from chairlift.torch_executor import longest_sequence, mark_failed, scored_tokens
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from chairlift.executor import Int32Array, RaggedLogprobs, StepPlan
@@ -97,9 +97,7 @@ class _Step:
     plan: StepPlan
     done: Event
     sampled: Callable[[], SamplerOutput] | None
-    prompt_logprobs: RaggedLogprobs | None
-    failed_scores: Int32Array
-    """Tokens whose scores could not be told."""
+    scored: Callable[[], tuple[RaggedLogprobs, NDArray[np.bool_]]] | None
     graph_rows: int
     """Of the graph that was replayed; 0: none was."""
 
@@ -168,6 +166,7 @@ class CudaExecutor:
             self._sampler = DeviceSampler(
                 config.max_num_seqs, self.model_config.vocab_size, self._device
             )
+            self._prompt_scores = PromptScores(self.model_config.vocab_size, self._device)
             self.kv_pool = self._size_pool(longest)
             logger.info("%s", self.kv_pool)
             self._reserve(self.kv_pool)
@@ -220,17 +219,19 @@ class CudaExecutor:
         step.done.synchronize()
         plan = step.plan
         statuses = np.full(len(plan.rows), STATUS_OK, dtype=np.uint8)
-        mark_failed(statuses, plan, step.failed_scores)
+        prompt_logprobs = None
+        if step.scored is not None:
+            prompt_logprobs, failed = step.scored()
+            mark_failed(statuses, plan, plan.score_indices[failed])
         if step.sampled is None:
-            token_ids = np.empty(0, dtype=np.int32)
-            return StepResult(token_ids, statuses, None, step.prompt_logprobs)
+            return StepResult(np.empty(0, dtype=np.int32), statuses, None, prompt_logprobs)
         sampled = step.sampled()
         mark_failed(statuses, plan, plan.logits_indices[sampled.statuses.nonzero()])
         return StepResult(
             sampled.token_ids,
             statuses,
             sampled.logprobs,
-            step.prompt_logprobs,
+            prompt_logprobs,
             graph_rows=step.graph_rows,
         )
 
@@ -238,38 +239,35 @@ class CudaExecutor:
         """Launch a step."""
         work = self._cut(plan)
         shape = self._choose_graph(plan, work)
-        scored = scored_tokens(plan)
+        indexed = scored_tokens(plan)
         sources, source_rows = _tokens_from_rows(plan)
         step, (rows, indices, to, of) = self._buffers.send(
             plan,
             work,
             shape=shape,
-            more=(plan.sample_rows, _int32(scored), sources, source_rows),
+            more=(plan.sample_rows, _int32(indexed), sources, source_rows),
         )
         if len(plan.block_copies):
             self._copy_blocks(plan)
         if len(to):
             step.token_ids[to] = self._sampler.last_tokens[of]
         count = len(plan.sample_rows)
-        prompt_logprobs, failed_scores = None, np.empty(0, dtype=np.int32)
         if shape is None:
-            hidden = self._forward(step, None if scored is None else indices)
+            hidden = self._forward(step, None if indexed is None else indices)
         else:
             graph = self._graphs[shape]
             graph.replay()
             hidden = graph.output
+        scored = None
         if len(plan.score_indices):
-            prompt_logprobs, failed = score_prompt(
-                plan, hidden[count:], self._model.score, self.model_config.vocab_size
-            )
-            failed_scores = plan.score_indices[failed]
+            scored = self._prompt_scores.score(plan, hidden[count:], self._model.score)
         sampled = None
         if count:
             sampled = self._sampler.sample(self._model.score(hidden[:count]), plan, rows)
         done = self._device.event()
         done.record()
         graph_rows = 0 if shape is None else shape.sequences
-        return _Step(plan, done, sampled, prompt_logprobs, failed_scores, graph_rows)
+        return _Step(plan, done, sampled, scored, graph_rows)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         """Launch a step's block copies: those to the host, then the others, which may write what
