@@ -71,8 +71,9 @@ def make_plan(
 ) -> StepPlan:
     """Schedule every sequence for its next ``chunk`` tokens; sample those that get their last.
 
-    ``copies`` are within the device unless ``copy_locations`` says otherwise. ``on_device`` leaves the ids of decode tokens to the executor's memory of them; with
-    ``num_best`` all prompt tokens are scored.
+    ``copies`` are within the device unless ``copy_locations`` says otherwise. ``on_device`` leaves
+    the ids of decode tokens to the executor's memory of them; with ``num_best`` all prompt tokens
+    are scored.
     """
     order = sorted(sequences, key=lambda s: len(s.token_ids) - s.num_computed > 1)  # decodes first
     counts = [min(chunk, len(s.token_ids) - s.num_computed) for s in order]

@@ -40,7 +40,11 @@ NOWHERE = "/no/such/model"
         ("kv_cache_memory", "4G", "kv_cache_memory is '4G'"),
         ("kv_host_memory", -1, "kv_host_memory is -1; it must be an integer from 0"),
         ("kv_host_memory", None, "kv_host_memory is None; it must be an integer"),
-        ("kv_host_memory", 2**60, r"kv_host_memory is 1,1\d\d,[\d,]+ bytes, but [\d,]+ are available"),
+        (
+            "kv_host_memory",
+            2**60,
+            r"kv_host_memory is 1,1\d\d,[\d,]+ bytes, but [\d,]+ are available",
+        ),
         ("enable_prefix_caching", 1, "enable_prefix_caching is 1; it must be True or False"),
         ("watermark_blocks", -1, "watermark_blocks is -1"),
         ("max_queued_requests", 0, "max_queued_requests is 0"),

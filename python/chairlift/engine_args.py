@@ -222,8 +222,8 @@ def check_args(args: EngineArgs) -> None:
             )
     if args.kv_cache_dtype != "auto" and args.device == "cpu" and args.executor is None:
         raise ConfigError(
-            f"kv_cache_dtype is {args.kv_cache_dtype!r}, but device is 'cpu', which keeps KV blocks "
-            "in the model's dtype; leave it out, or use device='cuda'"
+            f"kv_cache_dtype is {args.kv_cache_dtype!r}, but device is 'cpu', which keeps keys and "
+            "values in the model's dtype; leave it out, or use device='cuda'"
         )
     if not isinstance(args.record, str | PathLike | None):
         raise ConfigError(f"record is {shown(args.record)}; it must be the path of a file")
@@ -250,8 +250,8 @@ def _check_host_memory(args: EngineArgs) -> None:
         return
     if not args.enable_prefix_caching:
         raise ConfigError(
-            f"kv_host_memory is {wanted}, but enable_prefix_caching is False, and blocks on the host "
-            "are found by it: switch it on, or leave kv_host_memory out"
+            f"kv_host_memory is {wanted}, but enable_prefix_caching is False, and blocks on the "
+            "host are found by it: switch it on, or leave kv_host_memory out"
         )
     available = available_memory()
     if wanted > available:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import transformers
 from cpu_device import CpuDevice
 from emulated_launcher import EmulatedLauncher, emulate
-from tiny_model import BLOCK, on_cpu, on_cuda
+from tiny_model import BLOCK, block_bytes, on_cpu, on_cuda
 
 from chairlift import LLM, SamplingParams
 from chairlift.errors import ConfigError, UnsupportedModelError, UnsupportedStepError
@@ -162,8 +163,14 @@ def test_an_engine_on_cuda_is_made_of_its_options(tiny, monkeypatch, caplog):
     monkeypatch.setattr("chairlift.gpu.device.CudaDevice", lambda: device)
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     options = {"tokenizer": ByteTokenizer(), "dtype": "float32", "max_num_seqs": 4}
-    with LLM(str(tiny), **options, num_kv_blocks=40, block_size=BLOCK) as llm:
+    options["kv_host_memory"] = 1 << 20
+    with (
+        caplog.at_level("INFO", "chairlift"),
+        LLM(str(tiny), **options, num_kv_blocks=40, block_size=BLOCK) as llm,
+    ):
         (wanted,) = llm.generate("hello", params, use_tqdm=False)
+        assert llm.limits["num_host_kv_blocks"] == 0
+    assert caplog.text.count("kv_host_memory does nothing on the CPU") == 1
     with (
         caplog.at_level("INFO", "chairlift"),
         LLM(
@@ -181,7 +188,9 @@ def test_an_engine_on_cuda_is_made_of_its_options(tiny, monkeypatch, caplog):
     assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
     assert device.profiled == 1
     assert not device.graphs
-    assert 0.9 * (4 << 20) < limits["num_kv_blocks"] * 2 * 2 * 64 * 4 * BLOCK <= 4 << 20
+    assert 0.9 * (4 << 20) < limits["num_kv_blocks"] * block_bytes(torch.float32) <= 4 << 20
+    assert limits["num_host_kv_blocks"] == (1 << 20) // block_bytes(torch.float32)
+    assert "KV blocks on the host: 1 MiB, 128 blocks of 8 = 1,024 tokens" in caplog.text
     assert "in float32 on the emulator" in caplog.text
 
 
@@ -204,6 +213,10 @@ def test_plan_memory_is_pinned_once(tiny):
     assert all(address % 4096 == 0 and size % 4096 == 0 for address, size in first)
     ends = sorted((address, address + size) for address, size in first)
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(ends))
+    assert not device.unpinned
+    del executor, llm
+    gc.collect()
+    assert device.unpinned == [address for address, _ in first]
 
 
 def test_plans_made_by_hand_are_not_pinned(tiny, prompts):

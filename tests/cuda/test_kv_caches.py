@@ -92,9 +92,7 @@ def test_without_blocks_on_the_host_none_are_copied_there(tiny, prompts):
     executor = on_cuda(tiny)
     assert executor.num_host_kv_blocks == 0
     (sequence,) = place(prompts[2:3], max_tokens=4, block_size=BLOCK)
-    plan = make_plan(
-        [sequence], block_size=BLOCK, copies=((1, 2),), copy_locations=((HERE, HOST),)
-    )
+    plan = make_plan([sequence], block_size=BLOCK, copies=((1, 2),), copy_locations=((HERE, HOST),))
     with pytest.raises(UnsupportedStepError, match="copies blocks to or from the host"):
         executor.launch(plan)
 

@@ -37,7 +37,7 @@ class KernelArgumentError(ChairliftError, ValueError):
 
 
 class Arguments:
-    """Checks the arguments of one call. All tensors must be where the first one is, but the host's."""
+    """Checks the arguments of one call. Tensors must be where the first one is, but the host's."""
 
     def __init__(self, kernel: str) -> None:
         """Begin with the name that errors tell."""

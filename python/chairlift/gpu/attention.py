@@ -71,9 +71,7 @@ class DeviceStep:
     prefill: Tensor | None  # [items, 2]
 
 
-def kernels_of(
-    config: ModelConfig, dtype: torch.dtype, cache_dtype: torch.dtype
-) -> list[str]:
+def kernels_of(config: ModelConfig, dtype: torch.dtype, cache_dtype: torch.dtype) -> list[str]:
     """Name the kernels that a model's steps launch, to be compiled before the first one."""
     type_name, cache_name = TYPE_NAMES[dtype], CACHE_NAMES[cache_dtype]
     group = config.num_heads // config.num_kv_heads

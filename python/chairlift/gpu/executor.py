@@ -318,9 +318,7 @@ class CudaExecutor:
     def _size_pool(self, longest: int) -> KvPoolSize:
         """Size the KV pool, where it was not chosen, by what the largest step leaves."""
         config = self._config
-        bytes_per_block = kv_bytes_per_block(
-            self.model_config, config.block_size, self.cache_dtype
-        )
+        bytes_per_block = kv_bytes_per_block(self.model_config, config.block_size, self.cache_dtype)
         memory_bytes = config.kv_cache_memory
         if config.num_kv_blocks is None and memory_bytes is None:
             step_bytes = self._device.peak_bytes(

@@ -1,4 +1,4 @@
-"""Log-probabilities on the device, of samples and of prompt tokens, read with the step's results."""
+"""Log-probabilities on the device, of samples and prompt tokens, read with the step's results."""
 
 from __future__ import annotations
 

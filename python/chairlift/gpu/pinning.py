@@ -1,10 +1,10 @@
 """Pinning the scheduler's plan memory, so that the device copies plans straight out of it.
 
 The arrays of a plan are vectors that Rust owns and never moves; each plan of the ring is pinned
-when it is first seen, and stays so as long as the executor: memory that was freed while it is
-pinned could not be pinned by whoever gets it next. Memory is pinned by whole pages, and vectors share pages, so it is pages that
-are remembered. Arrays that are not the scheduler's (plans made by hand) are left alone: their
-memory comes and goes.
+when it is first seen, and kept and unpinned with the executor: what is freed while it is pinned
+could not be pinned by whoever gets it next. Memory is pinned by whole pages, and vectors share
+pages, so it is pages that are remembered. Arrays that are not the scheduler's (plans made by hand)
+are left alone: their memory comes and goes.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from chairlift.executor import Int32Array, RowResets, StepPlan
+    from chairlift.executor import RowResets, StepPlan
     from chairlift.gpu.device import Device
 
 
