@@ -10,11 +10,13 @@ from cpu_device import CpuDevice
 from safetensors.torch import load_file, save_file
 from tiny_model import BLOCK, LAYERS, block_bytes, on_cuda
 
+from chairlift import LLM, SamplingParams
 from chairlift.attention.reference import ReferenceBackend
 from chairlift.errors import ModelError, UnsupportedStepError, WeightsError
 from chairlift.executor import LOCATION_DEVICE as HERE
 from chairlift.executor import LOCATION_HOST as HOST
 from chairlift.kv_cache import KvCache
+from chairlift.testing import ByteTokenizer
 from chairlift.torch_executor import TorchExecutor, TorchExecutorConfig
 from plans import generate, make_plan, place, run_step
 
@@ -107,6 +109,44 @@ def test_memory_of_the_host_that_holds_no_block_or_cannot_be_pinned(tiny):
 
     with pytest.raises(ModelError, match=r"cannot be pinned .out of luck.; lower kv_host_memory"):
         on_cuda(tiny, Unpinnable(), kv_host_memory=1 << 20)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), [("float32", "auto"), ("bfloat16", "fp8")])
+def test_prefixes_come_back_from_the_host(tiny, launcher, dtype, kv_cache_dtype, steps):
+    """Prompts that the device's pool cannot hold all of, twice: the second time the host has them.
+
+    The tokens are those of an engine without blocks on the host, which computes them again.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    texts = [f"{index} of the prompts that leave the device's blocks" for index in range(6)]
+    tokens = []
+    for kv_host_memory in (0, 1 << 20):
+        executor = on_cuda(
+            tiny,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            num_kv_blocks=20,
+            kv_host_memory=kv_host_memory,
+        )
+        with LLM(
+            executor=executor,
+            tokenizer=ByteTokenizer(),
+            max_model_len=128,
+            block_size=BLOCK,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            max_in_flight_steps=steps,
+        ) as llm:
+            for _ in range(2):
+                results = llm.generate(texts, params, use_tqdm=False)
+                tokens.append([result.outputs[0].token_ids for result in results])
+            metrics = llm.metrics()
+        copies = [launch for launch in launcher.launched if launch.kernel == "block_copy"]
+        assert bool(copies) == bool(kv_host_memory)
+    assert metrics["offloaded_blocks"] > 0
+    assert metrics["restored_tokens"] > 0
+    assert tokens == [tokens[0]] * 4
 
 
 def on_cpu_with_fp8(directory):
