@@ -516,7 +516,7 @@ def test_a_barrier_is_waited_for_in_every_round():
 
 
 NOT_DYNAMIC = KERNELS.add(
-    "__shared__ alignas(16) unsigned rows[128]; unsigned loaded[4];"
+    "alignas(16) __shared__ unsigned rows[128]; unsigned loaded[4];"
     "ptx::load_matrices(loaded, rows + 4 * threadIdx.x);"
 )
 

@@ -107,7 +107,7 @@ def test_memory_of_the_host_that_holds_no_block_or_cannot_be_pinned(tiny):
         def pin(self, address, num_bytes):
             raise RuntimeError("out of luck")
 
-    with pytest.raises(ModelError, match=r"cannot be pinned .out of luck.; lower kv_host_memory"):
+    with pytest.raises(ModelError, match=r"cannot be pinned for KV blocks .out of luck.; lower"):
         on_cuda(tiny, Unpinnable(), kv_host_memory=1 << 20)
 
 

@@ -115,12 +115,17 @@ def test_caches_of_8_bits_go_through_the_operators(number):
 
 
 def on(device: str, arguments: dict) -> list:
-    def move(value):
+    """Arguments whose tensors are there; blocks of the host stay on the host of a device."""
+
+    def move(value, device):
         if isinstance(value, torch.Tensor):
             return value.to(device)
-        return [move(each) for each in value] if isinstance(value, list) else value
+        return [move(each, device) for each in value] if isinstance(value, list) else value
 
-    return [move(value) for value in arguments.values()]
+    host = "cpu" if device == "cuda" else device
+    return [
+        move(value, host if name == "host_caches" else device) for name, value in arguments.items()
+    ]
 
 
 @pytest.mark.parametrize("name", ops.OPERATORS)

@@ -189,7 +189,9 @@ def test_graphs_change_no_token(with_graphs):
 
 def test_prefixes_come_back_from_the_host():
     """A pool that holds one or two of the prompts at once; the second time the host has them."""
-    texts = [f"{index}. " + "It is a long story. " * 30 + text for index, text in enumerate(PROMPTS)]
+    texts = [
+        f"{index}. " + "It is a long story. " * 30 + text for index, text in enumerate(PROMPTS)
+    ]
     options = {"dtype": "float32", "device": "cuda", "max_model_len": 512}
     tokens = []
     for more in ({}, {"num_kv_blocks": 32, "kv_host_memory": 1 << 30}):

@@ -43,7 +43,7 @@ class HostBlocks:
         weakref.finalize(self, _give_back, memory, device).atexit = False
         self.caches = [
             part.view(cache.dtype).view(shape)
-            for part, cache in zip(memory.split(num_bytes), device_caches, strict=True)
+            for part, cache in zip(memory.view(len(device_caches), -1), device_caches, strict=True)
         ]
         """K and V of each layer, ``[blocks, kv_heads, block_size, head_dim]`` each."""
 
