@@ -12,9 +12,9 @@ import torch
 import transformers
 from cpu_device import CpuDevice
 from emulated_launcher import EmulatedLauncher, emulate
-from tiny_model import BLOCK, block_bytes, on_cpu, on_cuda
+from tiny_model import BLOCK, VOCAB, block_bytes, on_cpu, on_cuda
 
-from chairlift import LLM, SamplingParams
+from chairlift import LLM, SamplingParams, prompt_scores
 from chairlift.errors import ConfigError, UnsupportedModelError, UnsupportedStepError
 from chairlift.executor import STATUS_FAILED, STATUS_OK
 from chairlift.gpu import CudaExecutor, CudaExecutorConfig
@@ -250,6 +250,33 @@ def test_a_row_of_nan_fails_alone(tiny, prompts):
     result = executor.collect()
     by_row = dict(zip([0, 1, 2], result.statuses.tolist(), strict=True))
     assert by_row == {0: STATUS_OK, 1: STATUS_FAILED, 2: STATUS_OK}
+
+
+def test_prompts_are_scored_slice_by_slice(tiny, prompts, launcher, monkeypatch):
+    """As by the CPU; the launch does not wait, and a prompt that is not sound fails alone."""
+    monkeypatch.setattr(prompt_scores, "SLICE_BYTES", 7 * 4 * VOCAB)
+    results, executors = [], (on_cpu(tiny), on_cuda(tiny, max_num_batched_tokens=256))
+    for executor in executors:
+        sequences = place(prompts, max_tokens=4, block_size=BLOCK)
+        plan = make_plan(sequences, block_size=BLOCK, chunk=50, num_best=3)
+        results.append(run_step(executor, sequences, plan).prompt_logprobs)
+    wanted, found = results
+    assert found.offsets.tolist() == wanted.offsets.tolist()
+    assert found.token_ids.tolist() == wanted.token_ids.tolist()
+    assert np.allclose(found.values, wanted.values, atol=1e-4)
+    scored = [launch.grid[0] for launch in launcher.launched if "logprobs" in launch.kernel]
+    assert sum(scored) == len(plan.score_indices) > 100
+    assert max(scored) == 4  # as many as are in 7, and begin at a multiple of 16 bytes
+
+    spoilt = next(s for s in sequences if s.num_prompt == 90)
+    with torch.inference_mode():
+        for cache in executor._flat_caches:
+            cache[spoilt.blocks[0]] = float("nan")
+    plan = make_plan(sequences, block_size=BLOCK, num_best=3)
+    executor.launch(plan)
+    result = executor.collect()
+    assert plan.rows[result.statuses == STATUS_FAILED].tolist() == [spoilt.row]
+    assert len(result.prompt_logprobs.offsets) == len(plan.score_indices) + 1
 
 
 def test_blocks_are_copied_before_the_forward_pass(tiny, prompts, expected):
