@@ -171,8 +171,7 @@ impl Worker<'_> {
         } = &mut step;
         let collected = self.collect.call0().and_then(|result| {
             let plan = lease.plan();
-            self.reader
-                .read(&result, plan, self.vocab_size, results)?;
+            self.reader.read(&result, plan, self.vocab_size, results)?;
             *graph_rows = read_graph_rows(&result, plan)?;
             Ok(())
         });
