@@ -236,6 +236,7 @@ class LocalEngine(Engine):
                 args,
                 max_model_len=parts.max_model_len,
                 num_kv_blocks=parts.num_kv_blocks,
+                num_host_kv_blocks=parts.num_host_kv_blocks,
                 vocab_size=parts.vocab_size,
                 cost_model=None if kept is None else cost_model.load(kept),
             )

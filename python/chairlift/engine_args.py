@@ -183,6 +183,7 @@ class CoreSettings:
     long_prefill_token_threshold: int | None
     block_size: int
     num_kv_blocks: int
+    num_host_kv_blocks: int
     enable_prefix_caching: bool
     watermark_blocks: int | None
     max_queued_requests: int
@@ -266,6 +267,7 @@ def core_settings(
     max_model_len: int,
     num_kv_blocks: int,
     vocab_size: int,
+    num_host_kv_blocks: int = 0,
     cost_model: CostCoefficients | None = None,
 ) -> CoreSettings:
     """Make the core's settings of the arguments and what only the model decides.
@@ -280,6 +282,7 @@ def core_settings(
         long_prefill_token_threshold=args.long_prefill_token_threshold,
         block_size=args.block_size,
         num_kv_blocks=num_kv_blocks,
+        num_host_kv_blocks=num_host_kv_blocks,
         enable_prefix_caching=args.enable_prefix_caching,
         watermark_blocks=args.watermark_blocks,
         max_queued_requests=args.max_queued_requests,
@@ -289,7 +292,7 @@ def core_settings(
         max_in_flight_steps=args.max_in_flight_steps,
         cost_model=cost_model,
     )
-    for name in ("max_model_len", "num_kv_blocks", "vocab_size"):
+    for name in ("max_model_len", "num_kv_blocks", "num_host_kv_blocks", "vocab_size"):
         _check_integer(name, getattr(settings, name), low=0)
     return settings
 

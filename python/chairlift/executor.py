@@ -130,11 +130,13 @@ class StepPlan:
     score_num_best: Int32Array
     """[P] how many of the best candidates are told beside it."""
     block_copies: Int32Array
-    """[C, 2] (source, destination) blocks to copy before the forward pass, in any order: what one
-    copy writes no other reads or writes."""
+    """[C, 2] (source, destination) blocks to copy before the forward pass. Those to the host come
+    first and are made first, for the block that they read may be written by another copy. The
+    others may be made in any order, or side by side: what one writes no other reads or writes."""
     block_copy_locations: UInt8Array
     """[C, 2] where source and destination are: :data:`LOCATION_DEVICE` or :data:`LOCATION_HOST`;
-    the same block id in another location is another block. All are on the device today."""
+    the same block id in another location is another block. All are on the device unless the
+    engine has a second tier. No copy is from host to host."""
     resets: RowResets
 
 

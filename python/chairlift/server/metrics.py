@@ -24,6 +24,7 @@ from chairlift.server.readings import (
     count,
     finish_reasons,
     graph_rows,
+    host_blocks,
     http_requests,
     kv_usage,
     loop_lag,
@@ -230,6 +231,20 @@ METRICS: tuple[Metric, ...] = (
         of_engine(count("recomputed_tokens")),
     ),
     Metric(
+        "offloaded_blocks",
+        "counter",
+        "KV blocks copied to host memory when they were evicted.",
+        (),
+        of_engine(count("offloaded_blocks")),
+    ),
+    Metric(
+        "restored_tokens",
+        "counter",
+        "Tokens copied back from host memory instead of computed.",
+        (),
+        of_engine(count("restored_tokens")),
+    ),
+    Metric(
         "memory_admissions",
         "counter",
         "Admissions of sequences to KV memory that ended, finished or preempted.",
@@ -378,6 +393,13 @@ METRICS: tuple[Metric, ...] = (
         "KV blocks by state: used, cached (findable, used by nobody), free.",
         ("state",),
         of_engine_by(blocks),
+    ),
+    Metric(
+        "kv_host_blocks",
+        "gauge",
+        "KV blocks in host memory by state: used (being copied), cached (findable), free.",
+        ("state",),
+        of_engine_by(host_blocks),
     ),
     # The gate and the queue.
     Metric(

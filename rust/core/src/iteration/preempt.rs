@@ -160,7 +160,7 @@ pub(crate) fn preempt(
     ledger.refund(key);
     let sequence = &mut ledger.sequences[key.0];
     let life = sequence.life.take();
-    debug_assert!(!sequence.is_in_flight(), "what it has is not free yet");
+    debug_assert!(!lane.is_ahead(), "what it has is not free yet");
     let granted = sequence.num_scheduled_tokens;
     sequence.reset_for_recompute(limits.block_size());
     let work = Work {

@@ -7,6 +7,12 @@
 /// Steps in flight.
 pub const STEPS_IN_FLIGHT: u32 = 2;
 
+#[path = "../client.rs"]
+mod client;
+#[path = "../contents.rs"]
+mod contents;
+#[path = "../executor.rs"]
+mod executor;
 #[path = "../fairness.rs"]
 mod fairness;
 #[path = "../gate.rs"]
@@ -19,10 +25,14 @@ mod levels;
 mod memory;
 #[path = "../orders.rs"]
 mod orders;
+#[path = "../plan_checks.rs"]
+mod plan_checks;
 #[path = "../preemption.rs"]
 mod preemption;
 #[path = "../random.rs"]
 mod random;
+#[path = "../random_inputs.rs"]
+mod random_inputs;
 #[path = "../recording.rs"]
 mod recording;
 #[path = "../results.rs"]
@@ -34,5 +44,7 @@ mod scenarios;
 mod sharing;
 #[path = "../steady.rs"]
 mod steady;
+#[path = "../tier.rs"]
+mod tier;
 #[path = "../timers.rs"]
 mod timers;
