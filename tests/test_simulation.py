@@ -85,8 +85,8 @@ def test_blocks_on_the_host_need_not_be_computed_again():
     )
     without = simulate(tight, profile, crowd())
     tiered = simulate(replace(tight, num_host_kv_blocks=400), profile, crowd())
-    assert 10 * tiered.recomputed_tokens < without.recomputed_tokens
-    with pytest.raises(ConfigError, match="num_host_kv_blocks is 400.*prefix caching"):
+    assert 5 * tiered.recomputed_tokens < without.recomputed_tokens
+    with pytest.raises(ConfigError, match="num_host_kv_blocks is 400"):
         simulate(settings(num_host_kv_blocks=400), profile, crowd())
 
 

@@ -30,7 +30,7 @@ _FEWEST_OBSERVATIONS = 256
 """Iterations that an engine must have learned from before it is worth keeping."""
 
 Shapes = NDArray[np.float64]
-"""``[I, 6]``: sequences, tokens, decode context, prefill pairs, samples, copies of each iteration."""
+"""``[I, 6]``: sequences, tokens, decode context, prefill pairs, samples, copied blocks of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

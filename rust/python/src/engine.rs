@@ -155,6 +155,7 @@ impl EngineCore {
         let ring = plan_sets(&limits, NUM_SETS).into_iter().map(|lease| Step {
             lease,
             results: StepResults::default(),
+            graph_rows: 0,
         });
         let epoch = Instant::now();
         let end = SchedulerEnd {
