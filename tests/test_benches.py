@@ -59,20 +59,9 @@ def test_the_simulator_is_held_against_the_engine(tmp_path, capsys):
     lines = [f"{at / 10},{40 + at},{30 + at}" for at in range(8)]
     with gzip.open(trace, "wt") as file:
         file.write("\n".join(["arrival_s,input_tokens,output_tokens", *lines]))
-    sizes = [
-        "--divide",
-        "1",
-        "--lessons",
-        "4",
-        "--requests",
-        "4",
-        "--rates",
-        "20",
-        "40",
-        "--runs",
-        "1",
-    ]
-    assert fidelity.main([*SLOW, "--trace", str(trace), *sizes]) in (0, 1)
+    sizes = ["--divide", "1", "--lessons", "4", "--requests", "4"]
+    rates = ["--rates", "20", "40", "--runs", "1"]
+    assert fidelity.main([*SLOW, "--trace", str(trace), *sizes, *rates]) in (0, 1)
     out = capsys.readouterr().out
     assert re.findall(r"^(\d+) requests/s, load \d", out, re.MULTILINE) == ["20", "40"]
     rows = re.findall(r"^  (\w+) p(?:50|99) +([\d.]+) +([\d.]+) ", out, re.MULTILINE)
