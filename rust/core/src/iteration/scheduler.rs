@@ -13,7 +13,7 @@ use crate::config::Limits;
 use crate::config::policy::Order;
 use crate::iteration::commit::{leave_together, remove_ended};
 use crate::iteration::fit::{DoesNotFit, Horizon};
-use crate::iteration::join::{leaves_together, may_join};
+use crate::iteration::join::{leaves_together, may_join, takes};
 use crate::iteration::lane::{AtWork, Lane};
 use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
@@ -344,6 +344,10 @@ impl Scheduler<'_> {
                 continue;
             }
             let key = self.choose(next);
+            let num_rows = self.limits.max_num_seqs() - self.lane.rows.num_free();
+            if !takes(join, num_rows, self.ledger.sequences[key.0].num_rows()) {
+                return Some(Blocked::Window);
+            }
             if self.is_too_many(next, key) {
                 return Some(Blocked::Sla);
             }
