@@ -92,7 +92,8 @@ impl Ledger {
             // Where nothing is at work, a prediction has nothing to rest on but the past; whoever comes
             // then is let in, or one slow iteration could close the door for good.
             if !self.live.is_empty() {
-                self.check_promises(class, ttft, work, room)?;
+                let left_us = request.deadline.map(|deadline| deadline.since_us(now));
+                self.check_promises(class, ttft, left_us, work, room)?;
             }
         }
         let admitted = Admitted {
@@ -165,19 +166,24 @@ impl Ledger {
         }
     }
 
-    /// Rejects what will miss its class's TTFT target, and promises of promotion beyond those that can
-    /// be kept.
+    /// Rejects what will miss its class's TTFT target or its own deadline in `left_us`, and promises of
+    /// promotion beyond those that can be kept.
     fn check_promises(
         &self,
         class: ClassId,
         predicted_us: u64,
+        left_us: Option<u64>,
         work: Work,
         room: Room,
     ) -> Result<(), SubmitError> {
         let settings = self.rules.class(class);
-        if let Some(target_us) = settings.ttft_target_us.filter(|&t| predicted_us > t) {
+        let of_class = settings.ttft_target_us.map(|us| (us, Some(&settings.name)));
+        let targets = of_class.into_iter().chain(left_us.map(|us| (us, None)));
+        if let Some((target_us, class)) = targets.min_by_key(|&(us, _)| us)
+            && predicted_us > target_us
+        {
             return Err(SubmitError::TtftUnreachable {
-                class: settings.name.clone(),
+                class: class.cloned(),
                 predicted_us,
                 target_us,
             });
