@@ -10,6 +10,7 @@ pub const STEPS_IN_FLIGHT: u32 = 1;
 
 mod ahead;
 mod backfill;
+mod conserving;
 mod counts;
 mod fairness;
 mod gate;

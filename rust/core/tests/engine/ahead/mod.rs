@@ -7,6 +7,8 @@
 /// Steps in flight.
 pub const STEPS_IN_FLIGHT: u32 = 2;
 
+#[path = "../conserving.rs"]
+mod conserving;
 #[path = "../fairness.rs"]
 mod fairness;
 #[path = "../gate.rs"]
