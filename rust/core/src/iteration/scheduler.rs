@@ -10,14 +10,15 @@
 //! whom backfill ([`crate::iteration::backfill`]) lets go ahead.
 
 use crate::config::Limits;
+use crate::config::memory::MemoryAdmission;
 use crate::config::policy::Order;
 use crate::iteration::commit::{leave_together, remove_ended};
 use crate::iteration::fit::{DoesNotFit, Horizon};
-use crate::iteration::join::{leaves_together, may_join};
+use crate::iteration::join::{leaves_together, may_join, takes};
 use crate::iteration::lane::{AtWork, Lane};
 use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
-use crate::iteration::preempt::{Lack, choose_victim, choose_victims_for, preempt};
+use crate::iteration::preempt::{GivingWay, Lack, choose_victim, choose_victims_for, preempt};
 use crate::iteration::sequence::Sequence;
 use crate::iteration::write::{
     write_chunk, write_copies, write_decodes, write_resets, write_samples, write_scores,
@@ -361,6 +362,10 @@ impl Scheduler<'_> {
                 continue;
             }
             let key = self.choose(next);
+            let num_rows = self.limits.max_num_seqs() - self.lane.rows.num_free();
+            if !takes(join, num_rows, self.ledger.sequences[key.0].num_rows()) {
+                return Some(Blocked::Window);
+            }
             if self.is_too_many(next, key) {
                 return Some(Blocked::Sla);
             }
@@ -492,16 +497,31 @@ impl Scheduler<'_> {
         }
     }
 
+    /// Who gives way to a newcomer that may preempt what is below `level`. Its guests do not where a
+    /// forecast keeps to a share of admissions that may see a preemption: there it waits for them.
+    pub(crate) fn giving_way(&self, newcomer: SequenceKey, level: usize) -> GivingWay {
+        let policy = self.ledger.rules.policy();
+        let guests_stay = policy.memory.admission == MemoryAdmission::Forecast;
+        let since = self.ledger.sequences[newcomer.0].blocked_since;
+        GivingWay {
+            level: if policy.preempt_to_admit {
+                level
+            } else {
+                usize::MAX
+            },
+            guests_since: since.filter(|_| !guests_stay),
+        }
+    }
+
     /// Preempts a newcomer's guests, and sequences of lower levels, so that it fits; false, and nothing
     /// has changed, if that would not be enough, or has to wait for the steps in flight.
     fn preempt_for(&mut self, next: Next, key: SequenceKey, lack: Lack) -> bool {
-        let below = self.ledger.rules.policy().preempt_to_admit;
-        let may_have_guests = self.ledger.sequences[key.0].blocked_since.is_some();
-        if !(below || may_have_guests) || lack.blocks + lack.rows == 0 {
+        let giving_way = self.giving_way(key, self.level_of(next));
+        if giving_way == GivingWay::NOBODY || lack.blocks + lack.rows == 0 {
             return false;
         }
-        let level = below.then(|| self.level_of(next));
-        let Some(victims) = choose_victims_for(self.ledger, self.lane, key, level, lack) else {
+        let Some(victims) = choose_victims_for(self.ledger, self.lane, key, giving_way, lack)
+        else {
             return false;
         };
         if self.lane.is_ahead() {

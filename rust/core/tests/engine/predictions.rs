@@ -2,7 +2,7 @@
 
 use chairlift_core::config::Settings;
 use chairlift_core::config::policy::{ClassSettings, OnTimeout, Policy, Shedding};
-use chairlift_core::request::Finish;
+use chairlift_core::request::{Finish, Time};
 
 use super::gate::{SECOND, engine};
 use super::harness::{Harness, exact, runs_ahead, ticket_for};
@@ -45,6 +45,32 @@ fn what_would_miss_its_ttft_target_is_rejected_with_the_time_to_come_again() {
         let new = exact(98, 40, 1, 1_000);
         let urgent = harness.try_submit(ticket_for("bob", "high", &new), new);
         urgent.expect("no target");
+    }
+}
+
+#[test]
+fn what_would_miss_its_own_deadline_is_rejected_whatever_its_class_promises() {
+    let mut policy = two_levels();
+    policy.classes[1].ttft_target_us = Some(60 * SECOND);
+    for (class, within, is_in_time) in [
+        ("low", 10, false),
+        ("high", 10, true), // nobody is ahead of it
+        ("high", 3, false),
+        ("low", 60, true),
+    ] {
+        // 4 seconds for each of ten prompts of class "low", and 4 for its own.
+        let mut harness = slow(policy.clone(), 10);
+        let mut new = exact(99, 40, 1, 1_000);
+        new.deadline = Some(Time(harness.now.0 + within * SECOND));
+        let submitted = harness.try_submit(ticket_for("bob", class, &new), new);
+        let Err(error) = submitted else {
+            assert!(is_in_time, "{class}, {within} s");
+            continue;
+        };
+        assert!(!is_in_time, "{class}, {within} s: {error}");
+        assert_eq!(error.code(), "ttft_unreachable");
+        assert!(error.to_string().contains("its deadline is"), "{error}");
+        assert!(error.retry_after_us() >= Some(SECOND));
     }
 }
 

@@ -1,8 +1,8 @@
 //! The same tests on engines with two steps in flight.
 //!
-//! `golden` and `conserving` are left out, and tests that count the iterations or microseconds of one step
-//! after the other return at once: with run-ahead what comes free is used a step later, and a head whose
-//! guests must go first waits until they have landed.
+//! `golden` is left out, and tests that count the iterations or microseconds of one step after the other
+//! return at once: with run-ahead what comes free is used a step later, and a head whose guests must go
+//! first waits until they have landed.
 
 #![allow(dead_code, reason = "the harness serves the other modules, too")]
 
@@ -13,6 +13,8 @@ pub const STEPS_IN_FLIGHT: u32 = 2;
 mod backfill;
 #[path = "../client.rs"]
 mod client;
+#[path = "../conserving.rs"]
+mod conserving;
 #[path = "../contents.rs"]
 mod contents;
 #[path = "../counts.rs"]
