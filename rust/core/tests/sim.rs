@@ -595,11 +595,8 @@ fn copies_that_cost_too_much_are_learned_and_not_made_any_more() {
         simulate(&config, &workload, |_, view| {
             steps += 1;
             let copies = view.plan.num_host_copies();
-            if steps <= 400 {
-                early += copies
-            } else {
-                late += copies
-            }
+            let when = if steps <= 400 { &mut early } else { &mut late };
+            *when += copies;
             ControlFlow::Continue(())
         })
         .expect("a simulation that can be");
