@@ -59,7 +59,7 @@ figures: $(STAMPS)/installed ## Tables and pictures of the policies into docs/; 
 	-$(POLICIES) head-of-line $(CHAT) --load 0.7
 	-$(POLICIES) fairness $(CHAT) --load 1.2
 	-$(POLICIES) flood --trace "$(TRACES)/servegen_m-large_300s_sampled.csv.gz" --load 1.5
-	-$(POLICIES) priority $(CHAT) $(BATCH) --load 0.3 --max-num-seqs 128
+	-$(POLICIES) priority $(CHAT) $(BATCH) --load 0.3
 	-$(POLICIES) overload $(CHAT) --load 1
 	-$(POLICIES) queue-time $(CHAT) $(BATCH) --load 1.5
 	-$(POLICIES) order $(CHAT) --load 0.95

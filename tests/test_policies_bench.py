@@ -23,11 +23,11 @@ CHECKS = {
     "head-of-line": 2,
     "fairness": 6,
     "flood": 2,
-    "priority": 3,
+    "priority": 5,
     "overload": 3,
     "queue-time": 4,
     "order": 0,
-    "memory": 7,
+    "memory": 8,
     "governor": 2,
     "backfill": 4,
 }

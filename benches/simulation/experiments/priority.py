@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from chairlift.config import ClassConfig, PolicyConfig
-from chairlift.simulation import Options, Workload
+from chairlift.config import ClassConfig, MemoryConfig, PolicyConfig
+from chairlift.simulation import Floats, Options, Workload
 from simulation.bench import ABORT_SHARE, Bench, Run
-from simulation.measures import of_class, percentile, queue_time, throughput, ttft
+from simulation.measures import Mask, of_class, percentile, queue_time, throughput, ttft
 from simulation.mixing import BATCH, INTERACTIVE_CLASS, mixed
 from simulation.pictures import Picture, cdf
 from simulation.report import (
@@ -28,12 +28,17 @@ from simulation.report import (
 )
 
 UNLOADED = 0.1
+PREEMPTING = ("preempt to admit", "the same, reserve")
 LEVELS = {"interactive": ClassConfig(level=1), "batch": ClassConfig()}
+RESERVE = MemoryConfig(admission="reserve")
 POLICIES = {
     "preempt to admit": PolicyConfig(classes=LEVELS),
+    "the same, reserve": PolicyConfig(classes=LEVELS, memory=RESERVE),
     "levels alone": PolicyConfig(classes=LEVELS, preempt_to_admit=False),
     "fcfs": PolicyConfig(classes={"interactive": ClassConfig(), "batch": ClassConfig()}),
 }
+SLOWEST = 98.5
+"""Percentile of the TTFT above which requests are taken apart."""
 AGEING_LOAD, TRICKLE_LOAD = 1.2, 0.05
 MAX_LEVEL_WAIT_S = 20.0
 AGEING = {
@@ -69,6 +74,7 @@ def run(bench: Bench) -> Report:
         state_of(bench, every[0], batch=batch),
         [
             Table("Priority", header, rows),
+            _parts_table([alone, *(runs[label] for label in PREEMPTING)]),
             latencies("Latencies of interactive requests", every, masks),
             *engine_tables([*every, *ageing.values()]),
             _ageing_table(ageing),
@@ -129,16 +135,81 @@ def _ageing_table(ageing: dict[str, Run]) -> Table:
     return Table(title, header, rows)
 
 
+def _served(run: Run) -> Mask:
+    """Interactive requests that got a first token."""
+    return of_class(run, INTERACTIVE_CLASS) & ~np.isnan(run.result.first_token_s)
+
+
+def _least_ttft(run: Run) -> Floats:
+    """TTFT of the interactive requests if they had all that decodes leave of the run's iterations.
+
+    Their prompts are computed first come, first served, as a queue with so much service in each
+    iteration: what is done by its end is the least, over all iterations before, of what had come
+    by then and could be done since.
+    """
+    result, chosen = run.result, _served(run)
+    arrival = result.arrival_s[chosen]
+    order = np.argsort(arrival, kind="stable")
+    arrival = arrival[order]
+    tokens = run.workload.input_tokens[chosen][order].astype(np.int64)
+    start = result.iteration_start_s
+    came_at = np.searchsorted(start, arrival)
+    came = np.cumsum(np.bincount(came_at, weights=tokens, minlength=len(start)))
+    service = np.cumsum(run.settings.max_num_batched_tokens - result.num_decodes.astype(np.int64))
+    done = service + np.minimum.accumulate(np.minimum(came - service, 0))
+    last = np.searchsorted(done, np.cumsum(tokens))
+    ends: Floats = (start + result.iteration_s)[last]
+    return ends - arrival
+
+
+def _parts_table(runs: list[Run]) -> Table:
+    """Tell where the slowest interactive requests spent their TTFT, on average."""
+    rows: list[list[Cell]] = []
+    for run in runs:
+        result, chosen = run.result, _served(run)
+        whole = (result.first_token_s - result.arrival_s)[chosen]
+        slowest = whole >= np.percentile(whole, SLOWEST)
+        arrival, scheduled, first = (
+            times[chosen][slowest]
+            for times in (result.arrival_s, result.first_scheduled_s, result.first_token_s)
+        )
+        start = result.iteration_start_s
+        begin, end = np.searchsorted(start, arrival), np.searchsorted(start, first)
+        step = np.minimum(start[begin], scheduled) - arrival
+        spans = [slice(*span) for span in zip(begin, end, strict=True)]
+        rows.append(
+            [
+                run.label,
+                *(float(part.mean()) for part in (step, scheduled - arrival - step)),
+                float((first - scheduled).mean()),
+                float(run.workload.input_tokens[chosen][slowest].mean()),
+                float(np.mean([result.num_decodes[span].mean() for span in spans])),
+                float(np.mean([result.iteration_s[span].mean() for span in spans])) * 1_000,
+            ]
+        )
+    header = (
+        *("run", "rest of the step s", "behind others s", "own prefill s", "prompt tokens"),
+        *("decodes beside it", "iteration ms"),
+    )
+    return Table(f"The slowest {100 - SLOWEST:g} % of interactive TTFTs, mean", header, rows)
+
+
 def _check(report: Report, alone: Run, runs: dict[str, Run], ageing: dict[str, Run]) -> None:
     def p99(served: Run) -> float:
         return percentile(ttft(served, of_class(served, INTERACTIVE_CLASS)), 99)
 
+    for label in PREEMPTING:
+        served = runs[label]
+        iteration_s = percentile(served.result.iteration_s, 99)
+        above = (p99(served) - p99(alone)) / iteration_s
+        claim = f"{label}: interactive p99 TTFT is at most three p99 iteration times above unloaded"
+        value = f"{above:.2f} iterations of {iteration_s * 1_000:.1f} ms above {p99(alone):.3f} s"
+        report.checks.append(Check(claim, value, above <= 3))
     best = runs["preempt to admit"]
-    iteration_s = percentile(best.result.iteration_s, 99)
-    above = (p99(best) - p99(alone)) / iteration_s
-    claim = "interactive p99 TTFT is at most three p99 iteration times above unloaded"
-    value = f"{above:.2f} iterations of {iteration_s * 1_000:.1f} ms above {p99(alone):.3f} s"
-    report.checks.append(Check(claim, value, above <= 3))
+    least = percentile(_least_ttft(best), 99)
+    claim = "it is the least in those iterations, whose decodes are not paused: within 1 %"
+    value = f"{p99(best):.4f} s; at least {least:.4f} s"
+    report.checks.append(Check(claim, value, p99(best) <= 1.01 * least))
     batch = of_class(best, BATCH)
     during = best.result.first_token_s[batch] <= best.workload.arrival_s.max()
     claim = "batch still progresses while interactive requests come"
