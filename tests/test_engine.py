@@ -445,6 +445,8 @@ def two_tokens(offsets):
         (replaced(**two_tokens([0, 1])), "token_offsets must rise, by 1 or more, from 0 to the 2"),
         (replaced(**two_tokens([1, 2])), "they begin with 1 and end with 2"),
         (replaced(**two_tokens([0, 1, 2])), "token_offsets has 3 entries, .* needs 2"),
+        (replaced(graph_rows=-1), "graph_rows is -1; it must be 0, or an integer not below the 1"),
+        (replaced(graph_rows=0.5), "graph_rows is 0.5; it must be 0"),
         (lambda _: "?", "AttributeError: 'str' object has no attribute 'statuses'"),
     ],
 )

@@ -15,8 +15,8 @@ what that is, as long as it does not fail the whole step.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -71,6 +71,11 @@ class RowResets:
     bias_ids: Int32Array
     bias_values: Float32Array
     suppressed_ids: Int32Array
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """All of them, in this order, in which samplers take them."""
+        return tuple(getattr(self, item.name) for item in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +169,9 @@ class StepResult:
     """[S + 1] range of each sample's tokens, one at least; None is one each. What comes after a
     token that ends the answer is dropped, and so is what a step that is in flight already samples
     after the first of several; from then on no step of that sequence is launched ahead."""
+    graph_rows: int = 0
+    """Rows of the CUDA graph that was replayed for the step: its ``N`` sequences, and padding where
+    the graph is larger; 0: none was."""
 
 
 def check_supported(plan: StepPlan, *, has_host_blocks: bool = False) -> None:

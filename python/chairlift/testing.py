@@ -165,6 +165,8 @@ class ScriptedExecutor(BlockingExecutor):
     fail_rows: Mapping[str | tuple[int, ...], int] = field(default_factory=dict)
     """By header, the output index at which a request's row fails."""
     num_kv_blocks: int = 512
+    num_host_kv_blocks: int = 0
+    """Blocks of the second tier."""
     block_size: int = 16
     vocab_size: int = ByteTokenizer.vocab_size
     eos_token_id: int = ByteTokenizer.eos_token_id
@@ -186,7 +188,11 @@ class ScriptedExecutor(BlockingExecutor):
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> ScriptedExecutor:
         """Make one for ``--executor chairlift.testing:ScriptedExecutor``."""
-        return cls(num_kv_blocks=args.num_kv_blocks or 512, block_size=args.block_size)
+        return cls(
+            num_kv_blocks=args.num_kv_blocks or 512,
+            num_host_kv_blocks=args.kv_host_memory // (4 * args.block_size),  # int32 ids
+            block_size=args.block_size,
+        )
 
     def hold(self) -> None:
         """Let the next step (and those after it) stand still until :meth:`release`."""

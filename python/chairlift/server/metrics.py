@@ -23,6 +23,7 @@ from chairlift.server.readings import (
     blocks,
     count,
     finish_reasons,
+    graph_rows,
     host_blocks,
     http_requests,
     kv_usage,
@@ -345,16 +346,32 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "iteration_padded_share",
         "gauge",
-        "Share of the rows of late that were padding.",
+        "Share of the rows of late that were kept for answers that had ended, as batches do that "
+        "leave together.",
         (),
         of_engine(lambda of: of["pace"]["padded_share"]),
     ),
     Metric(
         "padded_rows",
         "counter",
-        "Rows that were padding, summed over the iterations.",
+        "Rows kept for answers that had ended, summed over the iterations.",
         (),
         of_engine(lambda of: of["pace"]["padded_rows"]),
+    ),
+    Metric(
+        "cuda_graph_steps",
+        "counter",
+        "Iterations that were replayed as a CUDA graph.",
+        (),
+        of_engine(count("graph_steps")),
+    ),
+    Metric(
+        "cuda_graph_rows",
+        "counter",
+        "Rows of those graphs, by kind: sequence, or padding where the graph was larger than the "
+        "iteration.",
+        ("kind",),
+        of_engine_by(graph_rows),
     ),
     Metric(
         "scheduler_seconds",
@@ -452,7 +469,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "device_seconds",
         "counter",
-        "Seconds of iterations, shared out by the tokens that each class had in them.",
+        "Seconds of iterations, shared out by what each class caused, as device time is priced.",
         _CLASS,
         of_classes(count("device_time")),
     ),
@@ -516,7 +533,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "tenant_device_seconds",
         "counter",
-        "Seconds of iterations, shared out by the tokens that each tenant had in them.",
+        "Seconds of iterations, shared out by what each tenant caused, as device time is priced.",
         _TENANT,
         of_tenants(count("device_time")),
     ),

@@ -197,7 +197,7 @@ impl Engine {
             Ok(somebody_ended) => {
                 self.lane.in_flight.landed(step, now);
                 if somebody_ended {
-                    leave_together(&mut self.ledger, &self.lane, now);
+                    leave_together(&mut self.ledger, &mut self.lane, now);
                     remove_ended(&mut self.ledger, &mut self.lane);
                 }
                 self.lane.idle_since = (!self.lane.running.is_empty()).then_some(now);
@@ -385,7 +385,7 @@ impl Engine {
     pub fn padding(&self) -> Padding {
         let mut padding = Padding::default();
         if leaves_together(self.ledger.rules.policy().join) {
-            for key in &self.lane.running {
+            for key in self.lane.running.iter() {
                 let sequence = &self.ledger.sequences[key.0];
                 if sequence.finished.is_some() {
                     padding.sequences += 1;
@@ -467,14 +467,7 @@ impl Engine {
         {
             return Err(format!("a request is lost or ended twice: {counters:?}"));
         }
-        let arrivals = self
-            .lane
-            .running
-            .iter()
-            .map(|key| self.ledger.sequences[key.0].arrival);
-        if !arrivals.is_sorted() {
-            return Err("the running set is not in order of arrival".into());
-        }
+        self.lane.running.audit(&self.ledger.sequences)?;
         self.audit_flights()
     }
 

@@ -17,6 +17,7 @@ pub mod plan;
 pub(crate) mod preempt;
 pub mod progress;
 pub(crate) mod rows;
+pub(crate) mod running;
 pub(crate) mod scheduler;
 pub mod seats;
 pub(crate) mod sequence;

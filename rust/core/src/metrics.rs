@@ -172,9 +172,18 @@ impl IterationMetrics {
 ///
 /// Conservation holds at every moment: `accepted` = `finished` + `failed` + `aborted` + `expired` +
 /// `shed` + `displaced` + `live`.
+///
+/// Laid out so that what each step counts for each of its sequences is side by side.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[repr(C)]
 pub struct GroupMetrics {
+    /// Output tokens committed.
+    pub output_tokens: u64,
+    /// Nanoseconds of iterations, shared out as device time is priced.
+    pub device_ns: u64,
+    /// Each gap between outputs of a sequence, by [`ITERATION_BOUNDS_US`].
+    pub itl: Histogram,
     /// Requests let into the waiting queue.
     pub accepted: u64,
     /// Requests rejected at the door or at submission.
@@ -205,10 +214,6 @@ pub struct GroupMetrics {
     pub prompt_tokens: u64,
     /// Those of them that the prefix cache had.
     pub cached_tokens: u64,
-    /// Output tokens committed.
-    pub output_tokens: u64,
-    /// Nanoseconds of iterations, shared out as device time is priced.
-    pub device_ns: u64,
     /// Submission to first in a plan, by [`TIME_BOUNDS_US`].
     pub queue_time: Histogram,
     /// What the gate predicted it to be at submission, where it could, by [`TIME_BOUNDS_US`].
@@ -217,8 +222,6 @@ pub struct GroupMetrics {
     pub queue_time_error: Histogram,
     /// Submission to first output token, by [`TIME_BOUNDS_US`].
     pub ttft: Histogram,
-    /// Each gap between outputs of a sequence, by [`ITERATION_BOUNDS_US`].
-    pub itl: Histogram,
     /// Mean gap between the output tokens of a request's answers, of those with two at least, by
     /// [`TIME_BOUNDS_US`].
     pub tpot: Histogram,

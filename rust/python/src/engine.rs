@@ -28,6 +28,7 @@ use crate::cost_model::{CoefficientsView, Learned};
 use crate::delivery::Outbox;
 use crate::errors::{config_error, misuse, setup_error};
 use crate::executor_thread::{self, ExecutorEnd};
+use crate::flight_log::json;
 use crate::link;
 use crate::log_writer::LogWriter;
 use crate::plan_memory::plan_sets;
@@ -154,6 +155,7 @@ impl EngineCore {
         let ring = plan_sets(&limits, NUM_SETS).into_iter().map(|lease| Step {
             lease,
             results: StepResults::default(),
+            graph_rows: 0,
         });
         let epoch = Instant::now();
         let end = SchedulerEnd {
@@ -270,6 +272,14 @@ impl Drop for EngineCore {
 #[pyfunction]
 pub fn check_settings(settings: &Bound<'_, PyAny>) -> PyResult<()> {
     validate(&read_settings(settings)?).map(drop)
+}
+
+/// The settings as the core has them, as JSON; without any, the core's own defaults.
+#[pyfunction]
+#[pyo3(signature = (settings = None))]
+pub fn settings_json(settings: Option<&Bound<'_, PyAny>>) -> PyResult<String> {
+    let settings = settings.map(read_settings).transpose()?;
+    json(&settings.unwrap_or_default())
 }
 
 /// Raises what starting an engine with this `PolicyConfig` would raise.

@@ -28,9 +28,24 @@ pub struct EngineMetrics {
     pub in_flight_us: u64,
     /// Time the scheduler spent on planning and committing, summed over the steps.
     pub scheduler_us: u64,
+    /// Steps that were replayed as a CUDA graph.
+    pub graph_steps: u64,
+    /// Rows of those graphs, summed over the steps.
+    pub graph_rows: u64,
+    /// Those of them that were no sequence's.
+    pub graph_padded_rows: u64,
 }
 
 impl EngineMetrics {
+    /// Counts the graph of so many rows (0: there was none) that was replayed for a step.
+    pub fn count_graph(&mut self, rows: u32, sequences: usize) {
+        if rows > 0 {
+            self.graph_steps += 1;
+            self.graph_rows += u64::from(rows);
+            self.graph_padded_rows += u64::from(rows).saturating_sub(sequences as u64);
+        }
+    }
+
     /// As a dictionary; names of times end in their unit, histograms are of seconds or of numbers.
     pub fn to_dict(self, py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
         let core = &self.core;
@@ -77,6 +92,9 @@ impl EngineMetrics {
             ("step_us", self.step_us),
             ("in_flight_us", self.in_flight_us),
             ("scheduler_us", self.scheduler_us),
+            ("graph_steps", self.graph_steps),
+            ("graph_rows", self.graph_rows),
+            ("graph_padded_rows", self.graph_padded_rows),
         ];
         for (name, value) in entries {
             dict.set_item(name, value)?;

@@ -25,6 +25,8 @@ pub(crate) struct Part {
     pub(crate) sequence: SequenceKey,
     /// Tokens that are computed.
     pub(crate) num_tokens: u32,
+    /// Tokens that are left to compute before its next output.
+    pub(crate) num_left_tokens: u32,
     /// Samples that those lead to.
     pub(crate) num_samples: u32,
     /// Prompt tokens that are scored.
@@ -78,11 +80,23 @@ impl Step {
         self.num_padded = 0;
     }
 
-    /// Adds a sequence with so many query tokens; what they lead to is known when the plan is written.
-    pub(crate) fn add(&mut self, sequence: SequenceKey, num_tokens: u32) {
+    /// Adds a sequence with its next token, the last before its next output.
+    pub(crate) fn add_decode(&mut self, sequence: SequenceKey) {
+        self.add_chunk(sequence, 1, 0);
+    }
+
+    /// Adds a sequence with so many query tokens, after which so many are left before its next output. What
+    /// they lead to is known when the plan is written.
+    pub(crate) fn add_chunk(
+        &mut self,
+        sequence: SequenceKey,
+        num_tokens: u32,
+        num_left_tokens: u32,
+    ) {
         let part = Part {
             sequence,
             num_tokens,
+            num_left_tokens,
             num_samples: 0,
             num_scores: 0,
         };

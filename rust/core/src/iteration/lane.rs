@@ -7,6 +7,8 @@ use crate::iteration::fit::Foresight;
 use crate::iteration::flight::{Flights, Step};
 use crate::iteration::governor::Governor;
 use crate::iteration::rows::RowPool;
+use crate::iteration::running::Running;
+use crate::iteration::tally::Tally;
 use crate::memory::blocks::{BlockCopy, BlockPool};
 use crate::predict::iteration_time::{CostModel, StepShape};
 use crate::request::{SequenceKey, Time};
@@ -15,8 +17,10 @@ use crate::waiting::forecast::Room;
 pub(crate) struct Lane {
     pub(crate) pool: BlockPool,
     pub(crate) rows: RowPool,
-    /// Running sequences, oldest arrival first.
-    pub(crate) running: Vec<SequenceKey>,
+    /// Who runs.
+    pub(crate) running: Running,
+    /// Those of them that have ended; they leave when no step in flight has them.
+    pub(crate) ended: Vec<SequenceKey>,
     /// The step being planned; between decisions it is empty and bears the number of the last.
     pub(crate) step: Step,
     /// Copies that the memory just given to a sequence needs; empty at any other moment.
@@ -25,6 +29,8 @@ pub(crate) struct Lane {
     pub(crate) in_flight: Flights,
     /// What was in the step that was planned last.
     pub(crate) last_shape: StepShape,
+    /// What the step that lands did, by class and tenant.
+    pub(crate) tally: Tally,
     /// Nothing more is planned until nothing is in flight: somebody must be preempted.
     pub(crate) must_land: bool,
     /// A batch that leaves together is still being formed.
@@ -42,7 +48,8 @@ pub(crate) struct Lane {
     pub(crate) backfill: Backfilling,
 }
 
-/// What the running sequences of a level hold, and have still to compute.
+/// What the running sequences of a level hold, and have still to compute. The rows and blocks of the
+/// highest level are counted only where somebody runs below it: nobody takes them from it.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct AtWork {
     pub(crate) rows: u64,
@@ -58,11 +65,13 @@ impl Lane {
         let (step, in_flight) = Flights::new(limits);
         Self {
             rows: RowPool::new(limits.max_num_seqs()),
-            running: Vec::with_capacity(seqs),
+            running: Running::with_capacity(seqs),
+            ended: Vec::with_capacity(seqs),
             step,
             new_copies: Vec::new(),
             in_flight,
             last_shape: StepShape::default(),
+            tally: Tally::default(),
             must_land: false,
             is_forming: false,
             at_work: Vec::new(),

@@ -10,14 +10,15 @@
 //! whom backfill ([`crate::iteration::backfill`]) lets go ahead.
 
 use crate::config::Limits;
+use crate::config::memory::MemoryAdmission;
 use crate::config::policy::Order;
 use crate::iteration::commit::{leave_together, remove_ended};
 use crate::iteration::fit::{DoesNotFit, Horizon};
-use crate::iteration::join::{leaves_together, may_join};
+use crate::iteration::join::{leaves_together, may_join, takes};
 use crate::iteration::lane::{AtWork, Lane};
 use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
-use crate::iteration::preempt::{Lack, choose_victim, choose_victims_for, preempt};
+use crate::iteration::preempt::{GivingWay, Lack, choose_victim, choose_victims_for, preempt};
 use crate::iteration::sequence::Sequence;
 use crate::iteration::write::{
     write_chunk, write_copies, write_decodes, write_resets, write_samples, write_scores,
@@ -185,7 +186,7 @@ impl Scheduler<'_> {
         if sequence.num_remaining_tokens() == 1 {
             sequence.num_scheduled_tokens = 1;
             self.budget -= 1;
-            self.lane.step.add(key, 1);
+            self.lane.step.add_decode(key);
         }
     }
 
@@ -240,7 +241,8 @@ impl Scheduler<'_> {
             }
             let chunk = self.grant_chunk(key);
             self.budget -= chunk;
-            self.lane.step.add(key, chunk);
+            let left = self.ledger.sequences[key.0].num_remaining_tokens() - chunk;
+            self.lane.step.add_chunk(key, chunk, left);
         }
     }
 
@@ -273,12 +275,15 @@ impl Scheduler<'_> {
         let at_work = &mut self.lane.at_work;
         at_work.clear();
         at_work.resize(num_levels, AtWork::default());
-        // One level and best effort: who decodes is in nobody's way.
-        if num_levels == 2 && self.lane.step.decodes.len() == self.lane.running.len() {
-            return 0;
+        let step = &self.lane.step;
+        if step.num_sequences() == self.lane.running.len() && !self.lane.running.has_below(0) {
+            // Nobody is left out, and what the highest level holds is nobody's to take.
+            let left = step.parts().map(|part| u64::from(part.num_left_tokens));
+            at_work[0].prefill_tokens = left.sum();
+            return at_work[0].prefill_tokens;
         }
         let mut prefill_backlog = 0;
-        for key in &self.lane.running {
+        for key in self.lane.running.iter() {
             let sequence = &self.ledger.sequences[key.0];
             let left = if sequence.ended || sequence.finished.is_some() {
                 0
@@ -317,10 +322,8 @@ impl Scheduler<'_> {
     fn without_rows(&mut self) -> Option<Blocked> {
         let queue = &self.ledger.queue;
         let level = queue.next_level()?;
-        let is_lower = |key: &SequenceKey| self.ledger.sequences[key.0].level > level;
-        let may_preempt = self.ledger.rules.policy().preempt_to_admit
-            && level + 1 < queue.num_levels()
-            && self.lane.running.iter().any(is_lower);
+        let may_preempt =
+            self.ledger.rules.policy().preempt_to_admit && self.lane.running.has_below(level);
         if self.lane.rows.num_free() > 0 || may_preempt {
             return None;
         }
@@ -359,6 +362,10 @@ impl Scheduler<'_> {
                 continue;
             }
             let key = self.choose(next);
+            let num_rows = self.limits.max_num_seqs() - self.lane.rows.num_free();
+            if !takes(join, num_rows, self.ledger.sequences[key.0].num_rows()) {
+                return Some(Blocked::Window);
+            }
             if self.is_too_many(next, key) {
                 return Some(Blocked::Sla);
             }
@@ -397,11 +404,12 @@ impl Scheduler<'_> {
         handed: &mut Handed,
     ) {
         self.budget -= chunk;
-        self.lane.step.add(key, chunk);
         let sequence = &mut self.ledger.sequences[key.0];
+        let left = sequence.num_remaining_tokens() - chunk;
+        self.lane.step.add_chunk(key, chunk, left);
         if let Next::Promoted(_) = next {
             // It stays ahead of those it went ahead of, or they would take its place.
-            sequence.level = 0;
+            self.lane.running.move_to(sequence, 0);
         }
         if !matches!(next, Next::Returning(..)) {
             // What returns was let in before: it is no service to those that wait for their first time.
@@ -489,16 +497,31 @@ impl Scheduler<'_> {
         }
     }
 
+    /// Who gives way to a newcomer that may preempt what is below `level`. Its guests do not where a
+    /// forecast keeps to a share of admissions that may see a preemption: there it waits for them.
+    pub(crate) fn giving_way(&self, newcomer: SequenceKey, level: usize) -> GivingWay {
+        let policy = self.ledger.rules.policy();
+        let guests_stay = policy.memory.admission == MemoryAdmission::Forecast;
+        let since = self.ledger.sequences[newcomer.0].blocked_since;
+        GivingWay {
+            level: if policy.preempt_to_admit {
+                level
+            } else {
+                usize::MAX
+            },
+            guests_since: since.filter(|_| !guests_stay),
+        }
+    }
+
     /// Preempts a newcomer's guests, and sequences of lower levels, so that it fits; false, and nothing
     /// has changed, if that would not be enough, or has to wait for the steps in flight.
     fn preempt_for(&mut self, next: Next, key: SequenceKey, lack: Lack) -> bool {
-        let below = self.ledger.rules.policy().preempt_to_admit;
-        let may_have_guests = self.ledger.sequences[key.0].blocked_since.is_some();
-        if !(below || may_have_guests) || lack.blocks + lack.rows == 0 {
+        let giving_way = self.giving_way(key, self.level_of(next));
+        if giving_way == GivingWay::NOBODY || lack.blocks + lack.rows == 0 {
             return false;
         }
-        let level = below.then(|| self.level_of(next));
-        let Some(victims) = choose_victims_for(self.ledger, self.lane, key, level, lack) else {
+        let Some(victims) = choose_victims_for(self.ledger, self.lane, key, giving_way, lack)
+        else {
             return false;
         };
         if self.lane.is_ahead() {
@@ -561,7 +584,7 @@ impl Scheduler<'_> {
         let chunk = self.grant_chunk(key);
         let num_cached_tokens = self.ledger.sequences[key.0].num_planned_tokens();
         self.ledger.admitted(key, num_cached_tokens, self.now);
-        self.ledger.enter_running(&mut self.lane.running, key);
+        self.lane.running.enter(&self.ledger.sequences, key);
         self.has_joined(key, cached);
         Ok(chunk)
     }

@@ -11,6 +11,7 @@ pub const STEPS_IN_FLIGHT: u32 = 1;
 mod ahead;
 mod backfill;
 mod client;
+mod conserving;
 mod contents;
 mod counts;
 mod executor;

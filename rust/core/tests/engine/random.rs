@@ -4,6 +4,7 @@ use chairlift_core::iteration::plan::StepPlan;
 use chairlift_core::request::WaitReason;
 use chairlift_core::request::{NewRequest, RequestId, Ticket, Time};
 
+use super::conserving;
 use super::harness::{Harness, Random, runs_ahead, ticket};
 use super::plan_checks::{HOST, copies, table};
 use super::random_inputs::{TENANTS, random_policy, random_request, tiny_settings};
@@ -47,6 +48,8 @@ struct Trace {
     displaced: u64,
     reloads: u64,
     idle_with_work: u64,
+    /// Steps beside which somebody waited though there were rows and budget to spare.
+    waits_beside_room: u64,
     timers: u64,
     /// Steps under each mode of admission to memory.
     admissions: [u64; 3],
@@ -304,6 +307,9 @@ impl Run {
         if !is_ahead && !scheduled {
             self.check_idle();
         }
+        if !is_ahead && scheduled {
+            self.trace.waits_beside_room += u64::from(conserving::check(&self.harness));
+        }
         self.check_tenants();
         self.steps += 1;
         let admission = self.harness.settings.policy.memory.admission;
@@ -449,6 +455,7 @@ fn invariants_hold_over_random_operations() {
         total.displaced += trace.displaced;
         total.reloads += trace.reloads;
         total.idle_with_work += trace.idle_with_work;
+        total.waits_beside_room += trace.waits_beside_room;
         total.timers += trace.timers;
         for (total, steps) in total.admissions.iter_mut().zip(trace.admissions) {
             *total += steps;
@@ -498,6 +505,7 @@ fn invariants_hold_over_random_operations() {
         "{total:?}"
     );
     assert!(total.sla_holds > 100, "{total:?}");
+    assert!(total.waits_beside_room > 1_000, "{total:?}");
     if runs_ahead() {
         assert!(total.ahead > 20_000 && total.dropped > 2_000, "{total:?}");
     } else {
