@@ -179,13 +179,14 @@ fn forecast(c: &mut Criterion) {
 }
 
 /// 256 sequences of 16 tenants decode with everything on: fair shares, the forecast that holds the next one
-/// back, the governor and the flight recorder.
+/// back, the governor, blocks on the host and the flight recorder.
 fn everything_on(c: &mut Criterion) {
     let mut settings = settings(257);
     settings.policy.sharing = Sharing::Fair;
     settings.policy.memory.admission = MemoryAdmission::Forecast;
     settings.policy.pace.iteration_target_us = Some(60_000_000);
     settings.num_kv_blocks = 256 * 95;
+    settings.num_host_kv_blocks = 256;
     c.bench_function("everything_on", |b| {
         b.iter_custom(|iterations| {
             timed(iterations, 900, 256, || {
