@@ -273,8 +273,12 @@ impl Ledger {
         n: u32,
         prompt_tokens: u64,
     ) -> bool {
-        let lacking = self.lacking(lane, limits, n, prompt_tokens);
-        lacking.tokens == 0 || self.victims(level, lacking).is_some()
+        let tokens = self.door.queued_tokens() + prompt_tokens;
+        let fits = |most: u64| tokens <= most;
+        limits.max_queued_tokens().is_none_or(fits)
+            || self
+                .victims(level, self.lacking(lane, limits, n, prompt_tokens))
+                .is_some()
     }
 
     /// Displaces what is less important than a request of `n` answers that was let in, if it is beyond the
