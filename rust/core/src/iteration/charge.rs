@@ -12,7 +12,9 @@
 
 use crate::config::policy::Price;
 use crate::iteration::ledger::Ledger;
-use crate::request::{SequenceKey, Time};
+use crate::iteration::sequence::Sequence;
+use crate::request::SequenceKey;
+use crate::waiting::fairness::Flows;
 use crate::waiting::order::Units;
 
 /// Prices in thousandths of their unit: a token's price, or a microsecond.
@@ -87,65 +89,6 @@ impl Ledger {
         self.queue.flows_mut().charge(sequence.leaf, units);
     }
 
-    /// Accounts for the tokens that a step computed for a sequence, `scheduled` of them up to `end`, in
-    /// `step_ns` of the step's time.
-    pub(crate) fn charge_computed(
-        &mut self,
-        key: SequenceKey,
-        end: u32,
-        scheduled: u32,
-        step_ns: u64,
-    ) {
-        let sequence = &mut self.sequences[key.0];
-        let begin = sequence.num_charged_tokens;
-        if end <= begin {
-            return; // computed again
-        }
-        sequence.num_charged_tokens = end;
-        if begin >= sequence.num_prompt_tokens && matches!(self.prices, Prices::Tokens { .. }) {
-            return; // output is charged when it is sampled
-        }
-        let in_prompt = end.min(sequence.num_prompt_tokens).saturating_sub(begin);
-        let left = u64::from(sequence.num_prompt_tokens.saturating_sub(begin)).max(1);
-        let released = if u64::from(in_prompt) == left {
-            sequence.prepaid
-        } else {
-            (u128::from(sequence.prepaid) * u128::from(in_prompt) / u128::from(left)) as Units
-        };
-        sequence.prepaid -= released;
-        if matches!(self.prices, Prices::Tokens { .. }) {
-            return; // what was released was the price
-        }
-        let leaf = sequence.leaf;
-        let new = u128::from((end - begin).min(scheduled));
-        let mut actual = (u128::from(step_ns) * new / u128::from(scheduled.max(1))) as Units;
-        let from_output = actual.min(sequence.prepaid_output) * u64::from(in_prompt == 0);
-        sequence.prepaid_output -= from_output;
-        actual -= from_output;
-        if actual >= released {
-            self.queue.flows_mut().charge(leaf, actual - released);
-        } else {
-            self.queue.flows_mut().refund(leaf, released - actual);
-        }
-    }
-
-    /// Accounts for output tokens that a step sampled for a sequence.
-    pub(crate) fn charge_output(&mut self, key: SequenceKey, tokens: u64, now: Time) {
-        let sequence = &mut self.sequences[key.0];
-        if let Prices::Tokens { output, .. } = self.prices {
-            let units = output * tokens;
-            let prepaid = units.min(sequence.prepaid_output);
-            sequence.prepaid_output -= prepaid;
-            self.queue
-                .flows_mut()
-                .charge(sequence.leaf, units - prepaid);
-        }
-        if self.tenants.any_has_rate() {
-            let tenant = self.requests[sequence.request.0].tenant;
-            self.tenants.get_mut(tenant).use_tokens(now, tokens);
-        }
-    }
-
     /// Gives back what was charged for work that has not run.
     pub(crate) fn refund(&mut self, key: SequenceKey) {
         let sequence = &mut self.sequences[key.0];
@@ -154,6 +97,81 @@ impl Ledger {
         if units > 0 {
             let leaf = sequence.leaf;
             self.queue.flows_mut().refund(leaf, units);
+        }
+    }
+}
+
+/// Tokens that a step computed for a sequence.
+pub(crate) struct Computed {
+    pub(crate) num_tokens: u32,
+    /// Tokens of it that are computed now.
+    pub(crate) end: u32,
+    /// Its share of the step's time.
+    pub(crate) step_ns: u64,
+}
+
+impl Prices {
+    /// Accounts for tokens that a step computed for a sequence.
+    #[inline]
+    pub(crate) fn charge_computed(
+        self,
+        sequence: &mut Sequence,
+        computed: &Computed,
+        flows: &mut Flows,
+    ) {
+        let begin = sequence.num_charged_tokens;
+        if computed.end <= begin {
+            return; // computed again
+        }
+        sequence.num_charged_tokens = computed.end;
+        if begin >= sequence.num_prompt_tokens && matches!(self, Self::Tokens { .. }) {
+            return; // output is charged when it is sampled
+        }
+        self.charge_computed_from(begin, sequence, computed, flows);
+    }
+
+    fn charge_computed_from(
+        self,
+        begin: u32,
+        sequence: &mut Sequence,
+        computed: &Computed,
+        flows: &mut Flows,
+    ) {
+        let prompt = sequence.num_prompt_tokens;
+        let in_prompt = computed.end.min(prompt).saturating_sub(begin);
+        let left = u64::from(prompt.saturating_sub(begin)).max(1);
+        let released = if u64::from(in_prompt) == left {
+            sequence.prepaid
+        } else {
+            (u128::from(sequence.prepaid) * u128::from(in_prompt) / u128::from(left)) as Units
+        };
+        sequence.prepaid -= released;
+        if matches!(self, Self::Tokens { .. }) {
+            return; // what was released was the price
+        }
+        let scheduled = computed.num_tokens;
+        let new = u128::from((computed.end - begin).min(scheduled));
+        let actual = u128::from(computed.step_ns) * new / u128::from(scheduled.max(1));
+        let mut actual = actual as Units;
+        let from_output = actual.min(sequence.prepaid_output) * u64::from(in_prompt == 0);
+        sequence.prepaid_output -= from_output;
+        actual -= from_output;
+        if actual >= released {
+            flows.charge(sequence.leaf, actual - released);
+        } else {
+            flows.refund(sequence.leaf, released - actual);
+        }
+    }
+
+    /// Accounts for output tokens that a step sampled for a sequence. Its flow is charged with all others'
+    /// at the end of the step, or before somebody ends.
+    #[inline]
+    pub(crate) fn charge_output(self, sequence: &mut Sequence, tokens: u64, flows: &mut Flows) {
+        if let Self::Tokens { output, .. } = self {
+            let units = output * tokens;
+            let prepaid = units.min(sequence.prepaid_output);
+            sequence.prepaid_output -= prepaid;
+            flows.defer(sequence.leaf, units - prepaid);
         }
     }
 }

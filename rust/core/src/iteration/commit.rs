@@ -12,12 +12,15 @@
 
 use std::ops::Range;
 
+use slab::Slab;
+
 use crate::config::{Limits, Vocabulary};
 use crate::error::CommitError;
+use crate::iteration::charge::Computed;
 use crate::iteration::flight::{Part, Step};
 use crate::iteration::join::leaves_together;
 use crate::iteration::lane::Lane;
-use crate::iteration::ledger::Ledger;
+use crate::iteration::ledger::{Entry, Ledger};
 use crate::iteration::sequence::Sequence;
 use crate::iteration::tally::{Payer, Tally};
 use crate::metrics::Beat;
@@ -69,55 +72,67 @@ impl Commit<'_> {
     pub(crate) fn run(mut self) -> Result<bool, CommitError> {
         self.check()?;
         let shares = self.measure();
-        let first = self.step.parts().next().expect("no step is empty");
+        let step = self.step;
+        let first = step.parts().next().expect("no step is empty");
         let mut tally = Tally::new(self.ledger.sequences[first.sequence.0].payer);
         let mut cut = Cut::default();
+        let mut statuses = self.results.statuses.iter();
         let mut ended = false;
-        for position in 0..self.step.num_sequences() {
-            let part = self.step.part(position);
-            let key = part.sequence;
-            let sequence = &mut self.ledger.sequences[key.0];
-            let (samples, scores) = cut.next(part);
-            let (payer, scheduled) = (sequence.payer, part.num_tokens);
-            let before = sequence.num_computed_tokens;
-            let step_ns = if position < self.step.decodes.len() {
-                shares.decode(before + 1, samples.len())
-            } else {
-                shares.chunk(before, scheduled, samples.len())
-            };
-            let step_ns = nearest(step_ns);
-            let has_output = sequence.num_output_tokens() > 0 && !samples.is_empty();
-            let gap_us = has_output.then(|| self.now.since_us(sequence.last_output));
-            let output_before = self.ledger.counters.output_tokens;
-            if sequence.ended {
-                sequence.land(scheduled);
-                ended = true;
-            } else if sequence.has_other_tokens_than(part) {
-                sequence.land(scheduled);
-            } else if self.results.statuses[position] != STATUS_OK {
-                let request = sequence.request;
-                self.ledger
-                    .end_request(self.lane, request, Finish::RowFailed, self.now);
-                self.ledger.sequences[key.0].land(scheduled);
-                ended = true;
-            } else {
-                let (block_size, caching) =
-                    (self.limits.block_size(), self.limits.prefix_caching());
-                sequence.advance(scheduled, block_size, caching);
-                if part.num_scores > 0 {
-                    sequence.num_scored_tokens += part.num_scores;
-                }
-                let end = sequence.num_computed_tokens;
-                self.ledger.charge_computed(key, end, scheduled, step_ns);
-                self.tell_scores(key, scores);
-                ended |= self.append_samples(key, samples);
+        for (parts, are_decodes) in [(&step.decodes, true), (&step.chunks, false)] {
+            for (part, &status) in parts.iter().zip(statuses.by_ref()) {
+                let sequence = &self.ledger.sequences[part.sequence.0];
+                let before = sequence.num_computed_tokens;
+                let step_ns = nearest(if are_decodes {
+                    shares.decode(before + 1, part.num_samples)
+                } else {
+                    shares.chunk(before, part.num_tokens, part.num_samples)
+                });
+                let payer = sequence.payer;
+                let has_output = sequence.num_output_tokens() > 0 && part.num_samples > 0;
+                let gap_us = has_output.then(|| self.now.since_us(sequence.last_output));
+                let output_before = self.ledger.counters.output_tokens;
+                ended |= self.apply(part, status, step_ns, cut.next(part));
+                let outputs = self.ledger.counters.output_tokens - output_before;
+                let gap_us = gap_us.filter(|_| outputs > 0);
+                tally.add(self.ledger, payer, step_ns, outputs, gap_us);
             }
-            let outputs = self.ledger.counters.output_tokens - output_before;
-            let gap_us = gap_us.filter(|_| outputs > 0);
-            tally.add(self.ledger, payer, step_ns, outputs, gap_us);
         }
         tally.flush(self.ledger);
+        self.ledger.queue.flows_mut().charge_deferred();
         Ok(ended)
+    }
+
+    /// Applies what the step did for one sequence; whether that has ended.
+    #[inline]
+    fn apply(&mut self, part: &Part, status: u8, step_ns: u64, slice: Slice) -> bool {
+        let key = part.sequence;
+        let ledger = &mut *self.ledger;
+        let sequence = &mut ledger.sequences[key.0];
+        if sequence.ended || sequence.has_other_tokens_than(part) {
+            sequence.land(part.num_tokens);
+            return sequence.ended;
+        }
+        if status != STATUS_OK {
+            let request = sequence.request;
+            ledger.queue.flows_mut().charge_deferred();
+            ledger.end_request(self.lane, request, Finish::RowFailed, self.now);
+            ledger.sequences[key.0].land(part.num_tokens);
+            return true;
+        }
+        let (block_size, caching) = (self.limits.block_size(), self.limits.prefix_caching());
+        sequence.advance(part.num_tokens, block_size, caching);
+        if part.num_scores > 0 {
+            sequence.num_scored_tokens += part.num_scores;
+        }
+        let computed = Computed {
+            num_tokens: part.num_tokens,
+            end: sequence.num_computed_tokens,
+            step_ns,
+        };
+        let prices = ledger.prices;
+        prices.charge_computed(sequence, &computed, ledger.queue.flows_mut());
+        self.tell_scores(key, slice.scores);
+        self.append_samples(key, slice.samples)
     }
 
     /// Measures the step's service; how its nanoseconds are shared out.
@@ -180,14 +195,15 @@ impl Commit<'_> {
     fn check_rows(&self) -> Result<(), CommitError> {
         let results = self.results;
         let vocab_size = self.limits.vocab_size();
-        let tokens_are_known = results.token_ids.iter().all(|&token| token < vocab_size);
+        let tokens = results.token_ids.iter();
+        let tokens_are_known = tokens.fold(true, |known, &token| known & (token < vocab_size));
         if tokens_are_known && results.logprobs.is_empty() && self.step.num_scores == 0 {
             return Ok(());
         }
         let mut cut = Cut::default();
         for (&status, part) in results.statuses.iter().zip(self.step.parts()) {
             let sequence = &self.ledger.sequences[part.sequence.0];
-            let (samples, scores) = cut.next(part);
+            let Slice { samples, scores } = cut.next(part);
             if status != STATUS_OK {
                 continue;
             }
@@ -233,16 +249,15 @@ impl Commit<'_> {
     ///
     /// Returns whether any of them ended.
     fn append_samples(&mut self, key: SequenceKey, samples: Range<usize>) -> bool {
-        if samples.is_empty() {
-            return false;
-        }
-        if samples.len() == 1 {
-            return self.append(key, samples.start);
-        }
-        let siblings = self.fork_siblings(key);
-        let mut ended = self.append(key, samples.start);
-        for (sibling, sample) in siblings.into_iter().zip(samples.skip(1)) {
-            ended |= self.append(sibling, sample);
+        let siblings = if samples.len() > 1 {
+            self.fork_siblings(key)
+        } else {
+            Vec::new()
+        };
+        let mut ended = false;
+        for (at, sample) in samples.enumerate() {
+            let key = if at == 0 { key } else { siblings[at - 1] };
+            ended |= self.append(key, sample);
         }
         ended
     }
@@ -282,26 +297,27 @@ impl Commit<'_> {
     }
 
     /// Appends one sample to one sequence and tells its client; whether the sequence ended.
+    #[inline]
     fn append(&mut self, key: SequenceKey, sample: usize) -> bool {
-        let sequence = &mut self.ledger.sequences[key.0];
-        let outputs = &mut self.ledger.outputs;
+        let ledger = &mut *self.ledger;
+        let sequence = &mut ledger.sequences[key.0];
+        let outputs = &mut ledger.outputs;
         let (tokens, text) = (outputs.token_ids.len(), outputs.text.len());
-        let stop_tokens: &[u32] = if sequence.ending.has_stop_tokens {
-            let entry = &self.ledger.requests[sequence.request.0];
-            &entry.request.stop.stop_token_ids
-        } else {
-            &[]
-        };
         let mut finish = None;
         let sampled = &self.results.token_ids[self.results.tokens(sample)];
         for &token in sampled {
-            finish = append_token(sequence, stop_tokens, token, self.vocabulary, outputs);
+            let stop_token = if sequence.ending.stops_at_tokens {
+                find_stop_token(sequence, token, &ledger.requests, self.vocabulary)
+            } else {
+                None
+            };
+            finish = append_token(sequence, token, stop_token, self.vocabulary, outputs);
             if finish.is_some() {
                 break;
             }
         }
         let num_tokens = outputs.token_ids.len() - tokens;
-        let stays = leaves_together(self.ledger.rules.policy().join);
+        let stays = leaves_together(ledger.rules.policy().join);
         let logprobs = outputs.logprobs.len();
         if !self.results.logprobs.is_empty() {
             let told = &self.results.logprobs[self.results.logprobs_of(sample)];
@@ -311,21 +327,6 @@ impl Commit<'_> {
                 .logprobs
                 .extend_from_slice(&told[..num_tokens * per_token]);
         }
-        if sequence.num_output_tokens() == num_tokens as u32 {
-            sequence.first_output = self.now;
-            let stats = &mut self.ledger.requests[sequence.request.0].request.stats;
-            if stats.first_token.is_none() {
-                stats.first_token = Some(self.now);
-                let ttft_us = self.now.since_us(stats.arrival);
-                let Payer { class, tenant } = sequence.payer;
-                self.ledger.classes[class.0 as usize]
-                    .metrics
-                    .started(ttft_us);
-                self.ledger.tenants.get_mut(tenant).metrics.started(ttft_us);
-            }
-        }
-        sequence.last_output = self.now;
-        self.ledger.counters.output_tokens += num_tokens as u64;
         outputs.events.push(Event::Output(Output {
             request: sequence.id,
             child: sequence.arrival.child,
@@ -334,24 +335,57 @@ impl Commit<'_> {
             logprobs: logprobs..outputs.logprobs.len(),
             finish: finish.filter(|_| !stays),
         }));
-        if stays {
-            sequence.finished = finish;
-        } else {
-            sequence.ended = finish.is_some();
-        }
+        let is_first = sequence.num_output_tokens() == num_tokens as u32;
+        sequence.last_output = self.now;
         sequence.waits_for_samples |= num_tokens > 1;
-        self.ledger.charge_output(key, num_tokens as u64, self.now);
-        let Some(finish) = finish else {
-            return false;
-        };
+        ledger.counters.output_tokens += num_tokens as u64;
+        let prices = ledger.prices;
+        prices.charge_output(sequence, num_tokens as u64, ledger.queue.flows_mut());
+        if ledger.tenants.any_has_rate() {
+            let tenant = ledger.tenants.get_mut(sequence.payer.tenant);
+            tenant.use_tokens(self.now, num_tokens as u64);
+        }
+        if is_first {
+            self.begin_output(key);
+        }
+        if let Some(finish) = finish {
+            self.end(key, finish, stays);
+        }
+        finish.is_some()
+    }
+
+    /// Notes when the first output of a sequence came.
+    fn begin_output(&mut self, key: SequenceKey) {
+        let sequence = &mut self.ledger.sequences[key.0];
+        sequence.first_output = self.now;
+        let stats = &mut self.ledger.requests[sequence.request.0].request.stats;
+        if stats.first_token.is_none() {
+            stats.first_token = Some(self.now);
+            let ttft_us = self.now.since_us(stats.arrival);
+            let Payer { class, tenant } = sequence.payer;
+            self.ledger.classes[class.0 as usize]
+                .metrics
+                .started(ttft_us);
+            self.ledger.tenants.get_mut(tenant).metrics.started(ttft_us);
+        }
+    }
+
+    /// Ends a sequence; one that `stays` for its batch is told of later.
+    fn end(&mut self, key: SequenceKey, finish: Finish, stays: bool) {
+        let sequence = &mut self.ledger.sequences[key.0];
+        let request = sequence.request;
+        if stays {
+            sequence.finished = Some(finish);
+        } else {
+            sequence.ended = true;
+        }
+        self.ledger.queue.flows_mut().charge_deferred();
         self.ledger.count_output(key);
         self.ledger.learn_length(key);
         self.ledger.refund(key);
         if !stays {
-            let request = self.ledger.sequences[key.0].request;
             self.ledger.end_child(request, finish, self.now);
         }
-        true
     }
 }
 
@@ -362,13 +396,22 @@ struct Cut {
     scores: usize,
 }
 
+/// What a part has of a step's samples and scores.
+struct Slice {
+    samples: Range<usize>,
+    scores: Range<usize>,
+}
+
 impl Cut {
     /// Those of the next part.
-    fn next(&mut self, part: &Part) -> (Range<usize>, Range<usize>) {
+    fn next(&mut self, part: &Part) -> Slice {
         let (samples, scores) = (self.samples, self.scores);
         self.samples += part.num_samples as usize;
         self.scores += part.num_scores as usize;
-        (samples..self.samples, scores..self.scores)
+        Slice {
+            samples: samples..self.samples,
+            scores: scores..self.scores,
+        }
     }
 }
 
@@ -415,9 +458,10 @@ fn check_offsets(
     least: u32,
 ) -> Result<(), CommitError> {
     let last = offsets.last().map_or(0, |&last| last as usize);
-    let rising =
-        offsets.first() == Some(&0) && offsets.windows(2).all(|pair| pair[0] + least <= pair[1]);
-    if rising && last == got {
+    // Without a way out of the loop, so that several are compared at once.
+    let rising = (offsets.iter().zip(offsets.iter().skip(1)))
+        .fold(true, |rising, (begin, end)| rising & (begin + least <= *end));
+    if offsets.first() == Some(&0) && rising && last == got {
         return Ok(());
     }
     let expected = last.max(offsets.len() - 1);
@@ -428,11 +472,32 @@ fn check_offsets(
     })
 }
 
-/// Appends a token to ids and text; how that ended the sequence, if it did.
+/// How a token ends the sequence by itself, if it does.
+#[inline(never)]
+fn find_stop_token(
+    sequence: &Sequence,
+    token: u32,
+    requests: &Slab<Entry>,
+    vocabulary: &Vocabulary,
+) -> Option<Finish> {
+    let stop = &sequence.ending;
+    if !stop.ignore_eos && vocabulary.eos_token_ids.iter().any(|&eos| eos == token) {
+        return Some(Finish::Eos);
+    }
+    if !stop.has_stop_tokens {
+        return None;
+    }
+    let stop_tokens = &requests[sequence.request.0].request.stop.stop_token_ids;
+    let is_stop_token = stop_tokens.contains(&token);
+    is_stop_token.then_some(Finish::StopToken(token))
+}
+
+/// Appends a token to ids and text; how that ended the sequence, if it did. A stop token does not end it
+/// before its least length.
 fn append_token(
     sequence: &mut Sequence,
-    stop_tokens: &[u32],
     token: u32,
+    stop_token: Option<Finish>,
     vocabulary: &Vocabulary,
     outputs: &mut OutputBatch,
 ) -> Option<Finish> {
@@ -441,16 +506,7 @@ fn append_token(
     outputs.token_ids.push(token);
     let stop = sequence.ending;
     let num_output_tokens = sequence.num_output_tokens();
-    let may_stop = num_output_tokens >= stop.min_tokens;
-    let stop_token = if !may_stop {
-        None
-    } else if !stop.ignore_eos && vocabulary.eos_token_ids.contains(&token) {
-        Some(Finish::Eos)
-    } else if stop_tokens.contains(&token) {
-        Some(Finish::StopToken(token))
-    } else {
-        None
-    };
+    let stop_token = stop_token.filter(|_| num_output_tokens >= stop.min_tokens);
     let hidden = stop.skip_special_tokens && vocabulary.tokens.is_special(token);
     let shown = !hidden && (stop_token.is_none() || stop.include_stop_token_in_text);
     let shown_text = if shown {

@@ -48,6 +48,8 @@ pub(crate) struct Ending {
     pub(crate) ignore_eos: bool,
     /// The request has stop tokens.
     pub(crate) has_stop_tokens: bool,
+    /// There are tokens that end it.
+    pub(crate) stops_at_tokens: bool,
     /// Special tokens have no text.
     pub(crate) skip_special_tokens: bool,
     /// The token that ended it stays in the text.
@@ -57,11 +59,13 @@ pub(crate) struct Ending {
 impl Ending {
     pub(crate) fn of(request: &Request) -> Self {
         let stop = &request.stop;
+        let has_stop_tokens = !stop.stop_token_ids.is_empty();
         Self {
             max_tokens: request.max_tokens,
             min_tokens: stop.min_tokens,
             ignore_eos: stop.ignore_eos,
-            has_stop_tokens: !stop.stop_token_ids.is_empty(),
+            has_stop_tokens,
+            stops_at_tokens: has_stop_tokens || !stop.ignore_eos,
             skip_special_tokens: stop.skip_special_tokens,
             include_stop_token_in_text: stop.include_stop_token_in_text,
         }
@@ -252,11 +256,6 @@ impl Sequence {
         self.num_expected_tokens() - self.num_planned_tokens()
     }
 
-    /// Index of the output that it has next, then.
-    pub(crate) fn next_output_index(&self) -> u32 {
-        self.num_expected_tokens() - self.num_prompt_tokens
-    }
-
     /// Whether steps of it are in flight.
     pub(crate) fn is_in_flight(&self) -> bool {
         self.num_in_flight_tokens > 0
@@ -294,9 +293,9 @@ impl Sequence {
     }
 
     /// Samples that its scheduled tokens lead to.
-    pub(crate) fn num_samples(&self) -> usize {
+    pub(crate) fn num_samples(&self) -> u32 {
         if self.completes() {
-            1 + self.num_unborn as usize
+            1 + self.num_unborn
         } else {
             0
         }

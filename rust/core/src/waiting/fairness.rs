@@ -51,6 +51,8 @@ struct Account {
     divisor: u64,
     /// Units that were really charged, less refunds.
     served: Units,
+    /// Units that were deferred and are not charged yet.
+    deferred: Units,
     parent: Option<FlowKey>,
 }
 
@@ -94,6 +96,8 @@ pub struct Flows {
     slab: Slab<Flow>,
     /// By the flow's number.
     accounts: Vec<Account>,
+    /// Leaves with deferred charges.
+    deferring: Vec<FlowKey>,
     by_name: BTreeMap<(FlowKey, Arc<str>), FlowKey>,
     by_service: bool,
     rebase_above: u64,
@@ -105,6 +109,7 @@ impl Flows {
         Self {
             slab: Slab::new(),
             accounts: Vec::new(),
+            deferring: Vec::new(),
             by_name: BTreeMap::new(),
             by_service,
             rebase_above: REBASE_ABOVE,
@@ -138,6 +143,7 @@ impl Flows {
             service: 0,
             divisor: divisor(weight),
             served: 0,
+            deferred: 0,
             parent,
         };
         FlowKey(at as u32)
@@ -323,6 +329,28 @@ impl Flows {
                 self.rebase(parent);
             }
             at = parent;
+        }
+    }
+
+    /// Notes a charge, for many that come together: those of a leaf are summed up, and
+    /// [`Self::charge_deferred`] charges the sums before anybody looks at a counter.
+    pub fn defer(&mut self, leaf: FlowKey, units: Units) {
+        if units == 0 {
+            return;
+        }
+        let account = self.account_mut(leaf);
+        let is_first = account.deferred == 0;
+        account.deferred += units;
+        if is_first {
+            self.deferring.push(leaf);
+        }
+    }
+
+    /// Charges what was deferred.
+    pub fn charge_deferred(&mut self) {
+        while let Some(leaf) = self.deferring.pop() {
+            let units = std::mem::take(&mut self.account_mut(leaf).deferred);
+            self.charge(leaf, units);
         }
     }
 
