@@ -22,6 +22,7 @@ pub mod seats;
 pub(crate) mod sequence;
 pub mod shares;
 pub(crate) mod submission;
+pub(crate) mod tables;
 pub(crate) mod tally;
 pub(crate) mod timers;
 pub(crate) mod write;

@@ -65,6 +65,15 @@ pub(crate) struct Commit<'a> {
     pub(crate) step: &'a Step,
     pub(crate) results: &'a StepResults,
     pub(crate) now: Time,
+    /// Who ends stays until all of its batch have.
+    pub(crate) stays: bool,
+}
+
+/// What became of a sequence.
+#[derive(Clone, Copy, Default)]
+struct Applied {
+    num_outputs: u64,
+    ended: bool,
 }
 
 impl Commit<'_> {
@@ -74,7 +83,7 @@ impl Commit<'_> {
         let shares = self.measure();
         let step = self.step;
         let first = step.parts().next().expect("no step is empty");
-        let mut tally = Tally::new(self.ledger.sequences[first.sequence.0].payer);
+        let mut tally = Tally::new(self.now, self.ledger.sequences[first.sequence.0].payer);
         let mut cut = Cut::default();
         let mut statuses = self.results.statuses.iter();
         let mut ended = false;
@@ -88,13 +97,10 @@ impl Commit<'_> {
                     shares.chunk(before, part.num_tokens, part.num_samples)
                 });
                 let payer = sequence.payer;
-                let has_output = sequence.num_output_tokens() > 0 && part.num_samples > 0;
-                let gap_us = has_output.then(|| self.now.since_us(sequence.last_output));
-                let output_before = self.ledger.counters.output_tokens;
-                ended |= self.apply(part, status, step_ns, cut.next(part));
-                let outputs = self.ledger.counters.output_tokens - output_before;
-                let gap_us = gap_us.filter(|_| outputs > 0);
-                tally.add(self.ledger, payer, step_ns, outputs, gap_us);
+                let since = (sequence.num_output_tokens() > 0).then_some(sequence.last_output);
+                let applied = self.apply(part, status, step_ns, cut.next(part));
+                ended |= applied.ended;
+                tally.add(self.ledger, payer, step_ns, applied.num_outputs, since);
             }
         }
         tally.flush(self.ledger);
@@ -102,22 +108,27 @@ impl Commit<'_> {
         Ok(ended)
     }
 
-    /// Applies what the step did for one sequence; whether that has ended.
-    #[inline]
-    fn apply(&mut self, part: &Part, status: u8, step_ns: u64, slice: Slice) -> bool {
+    /// Applies what the step did for one sequence.
+    fn apply(&mut self, part: &Part, status: u8, step_ns: u64, slice: Slice) -> Applied {
         let key = part.sequence;
         let ledger = &mut *self.ledger;
         let sequence = &mut ledger.sequences[key.0];
         if sequence.ended || sequence.has_other_tokens_than(part) {
             sequence.land(part.num_tokens);
-            return sequence.ended;
+            return Applied {
+                ended: sequence.ended,
+                ..Applied::default()
+            };
         }
         if status != STATUS_OK {
             let request = sequence.request;
             ledger.queue.flows_mut().charge_deferred();
             ledger.end_request(self.lane, request, Finish::RowFailed, self.now);
             ledger.sequences[key.0].land(part.num_tokens);
-            return true;
+            return Applied {
+                ended: true,
+                ..Applied::default()
+            };
         }
         let (block_size, caching) = (self.limits.block_size(), self.limits.prefix_caching());
         sequence.advance(part.num_tokens, block_size, caching);
@@ -132,7 +143,11 @@ impl Commit<'_> {
         let prices = ledger.prices;
         prices.charge_computed(sequence, &computed, ledger.queue.flows_mut());
         self.tell_scores(key, slice.scores);
-        self.append_samples(key, slice.samples)
+        match part.num_samples {
+            0 => Applied::default(),
+            1 => self.append(key, slice.samples.start),
+            _ => self.append_to_siblings(key, slice.samples),
+        }
     }
 
     /// Measures the step's service; how its nanoseconds are shared out.
@@ -246,20 +261,16 @@ impl Commit<'_> {
     }
 
     /// Appends the first sample to the sequence and the others to siblings that are born by it.
-    ///
-    /// Returns whether any of them ended.
-    fn append_samples(&mut self, key: SequenceKey, samples: Range<usize>) -> bool {
-        let siblings = if samples.len() > 1 {
-            self.fork_siblings(key)
-        } else {
-            Vec::new()
-        };
-        let mut ended = false;
-        for (at, sample) in samples.enumerate() {
-            let key = if at == 0 { key } else { siblings[at - 1] };
-            ended |= self.append(key, sample);
+    #[inline(never)]
+    fn append_to_siblings(&mut self, key: SequenceKey, samples: Range<usize>) -> Applied {
+        let siblings = self.fork_siblings(key);
+        let mut all = Applied::default();
+        for (key, sample) in std::iter::once(key).chain(siblings).zip(samples) {
+            let applied = self.append(key, sample);
+            all.num_outputs += applied.num_outputs;
+            all.ended |= applied.ended;
         }
-        ended
+        all
     }
 
     fn fork_siblings(&mut self, key: SequenceKey) -> Vec<SequenceKey> {
@@ -296,9 +307,10 @@ impl Commit<'_> {
         keys
     }
 
-    /// Appends one sample to one sequence and tells its client; whether the sequence ended.
-    #[inline]
-    fn append(&mut self, key: SequenceKey, sample: usize) -> bool {
+    /// Appends one sample to one sequence and tells its client.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call takes a tenth of the time")]
+    fn append(&mut self, key: SequenceKey, sample: usize) -> Applied {
         let ledger = &mut *self.ledger;
         let sequence = &mut ledger.sequences[key.0];
         let outputs = &mut ledger.outputs;
@@ -306,7 +318,7 @@ impl Commit<'_> {
         let mut finish = None;
         let sampled = &self.results.token_ids[self.results.tokens(sample)];
         for &token in sampled {
-            let stop_token = if sequence.ending.stops_at_tokens {
+            let stop_token = if sequence.ending.stops_at_tokens() {
                 find_stop_token(sequence, token, &ledger.requests, self.vocabulary)
             } else {
                 None
@@ -317,7 +329,6 @@ impl Commit<'_> {
             }
         }
         let num_tokens = outputs.token_ids.len() - tokens;
-        let stays = leaves_together(ledger.rules.policy().join);
         let logprobs = outputs.logprobs.len();
         if !self.results.logprobs.is_empty() {
             let told = &self.results.logprobs[self.results.logprobs_of(sample)];
@@ -333,12 +344,11 @@ impl Commit<'_> {
             tokens: tokens..outputs.token_ids.len(),
             text: text..outputs.text.len(),
             logprobs: logprobs..outputs.logprobs.len(),
-            finish: finish.filter(|_| !stays),
+            finish: finish.filter(|_| !self.stays),
         }));
         let is_first = sequence.num_output_tokens() == num_tokens as u32;
         sequence.last_output = self.now;
         sequence.waits_for_samples |= num_tokens > 1;
-        ledger.counters.output_tokens += num_tokens as u64;
         let prices = ledger.prices;
         prices.charge_output(sequence, num_tokens as u64, ledger.queue.flows_mut());
         if ledger.tenants.any_has_rate() {
@@ -349,9 +359,12 @@ impl Commit<'_> {
             self.begin_output(key);
         }
         if let Some(finish) = finish {
-            self.end(key, finish, stays);
+            self.end(key, finish);
         }
-        finish.is_some()
+        Applied {
+            num_outputs: num_tokens as u64,
+            ended: finish.is_some(),
+        }
     }
 
     /// Notes when the first output of a sequence came.
@@ -370,11 +383,11 @@ impl Commit<'_> {
         }
     }
 
-    /// Ends a sequence; one that `stays` for its batch is told of later.
-    fn end(&mut self, key: SequenceKey, finish: Finish, stays: bool) {
+    /// Ends a sequence; one that stays for its batch is told of later.
+    fn end(&mut self, key: SequenceKey, finish: Finish) {
         let sequence = &mut self.ledger.sequences[key.0];
         let request = sequence.request;
-        if stays {
+        if self.stays {
             sequence.finished = Some(finish);
         } else {
             sequence.ended = true;
@@ -383,7 +396,7 @@ impl Commit<'_> {
         self.ledger.count_output(key);
         self.ledger.learn_length(key);
         self.ledger.refund(key);
-        if !stays {
+        if !self.stays {
             self.ledger.end_child(request, finish, self.now);
         }
     }
@@ -494,6 +507,8 @@ fn find_stop_token(
 
 /// Appends a token to ids and text; how that ended the sequence, if it did. A stop token does not end it
 /// before its least length.
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "as above")]
 fn append_token(
     sequence: &mut Sequence,
     token: u32,

@@ -9,6 +9,8 @@
 //! [`RowResets`] in the step in which a sequence takes the row.
 
 use crate::config::Limits;
+use crate::iteration::tables::{TableArrays, WrittenTables};
+use crate::memory::blocks::BlockTable;
 use crate::predict::iteration_time::{StepShape, pairs};
 use crate::request::MAX_RAGGED_PER_REQUEST;
 
@@ -70,6 +72,8 @@ pub struct StepPlan {
     pub block_copy_locations: Vec<[u8; 2]>,
     /// Rows that change hands in this step.
     pub resets: RowResets,
+    /// What the block tables' arrays hold.
+    pub(crate) tables: WrittenTables,
 }
 
 /// Rows that a sequence takes over in this step. `R` rows; ragged data as ranges into flat arrays.
@@ -137,6 +141,7 @@ impl StepPlan {
                 bias_values: Vec::with_capacity(4 * MAX_RAGGED_PER_REQUEST),
                 suppressed_ids: Vec::with_capacity(4 * MAX_RAGGED_PER_REQUEST),
             },
+            tables: WrittenTables::with_capacity(seqs),
         }
     }
 
@@ -178,7 +183,27 @@ impl StepPlan {
         self.score_indices.len()
     }
 
-    /// Empties the plan for step number `step`.
+    /// Adds the block table of the step's next sequence.
+    #[inline]
+    pub(crate) fn add_table(&mut self, table: &BlockTable) {
+        let mut arrays = TableArrays {
+            block_ids: &mut self.block_ids,
+            offsets: &mut self.block_table_offsets,
+        };
+        self.tables.add(&mut arrays, table);
+    }
+
+    /// Ends the block tables of the step.
+    pub(crate) fn end_tables(&mut self) {
+        let mut arrays = TableArrays {
+            block_ids: &mut self.block_ids,
+            offsets: &mut self.block_table_offsets,
+        };
+        self.tables.end(&mut arrays);
+    }
+
+    /// Empties the plan for step number `step`, but for the block tables, which [`Self::end_tables`] brings up
+    /// to date.
     pub(crate) fn begin(&mut self, step: u64) {
         self.step = step;
         self.num_decodes = 0;
@@ -191,9 +216,7 @@ impl StepPlan {
         self.token_sources.clear();
         self.positions.clear();
         self.slot_mapping.clear();
-        self.block_table_offsets.clear();
-        self.block_table_offsets.push(0);
-        self.block_ids.clear();
+        self.tables.begin();
         self.logits_indices.clear();
         self.sample_rows.clear();
         self.sample_output_indices.clear();

@@ -80,6 +80,7 @@ impl Scheduler<'_> {
                 self.ledger.since_schedule.stop();
             }
             debug_assert!(self.lane.step.copies.is_empty(), "a copy is lost");
+            self.plan.end_tables();
             return false;
         }
         self.write_plan();
@@ -556,6 +557,7 @@ impl Scheduler<'_> {
             let sequence = &mut sequences[part.sequence.0];
             write_chunk(self.plan, part, sequence, self.limits);
         }
+        self.plan.end_tables();
         let num_plain = if are_plain { step.decodes.len() } else { 0 };
         for (at, part) in step.parts().enumerate().skip(num_plain) {
             let sequence = &sequences[part.sequence.0];

@@ -48,8 +48,6 @@ pub(crate) struct Ending {
     pub(crate) ignore_eos: bool,
     /// The request has stop tokens.
     pub(crate) has_stop_tokens: bool,
-    /// There are tokens that end it.
-    pub(crate) stops_at_tokens: bool,
     /// Special tokens have no text.
     pub(crate) skip_special_tokens: bool,
     /// The token that ended it stays in the text.
@@ -59,16 +57,19 @@ pub(crate) struct Ending {
 impl Ending {
     pub(crate) fn of(request: &Request) -> Self {
         let stop = &request.stop;
-        let has_stop_tokens = !stop.stop_token_ids.is_empty();
         Self {
             max_tokens: request.max_tokens,
             min_tokens: stop.min_tokens,
             ignore_eos: stop.ignore_eos,
-            has_stop_tokens,
-            stops_at_tokens: has_stop_tokens || !stop.ignore_eos,
+            has_stop_tokens: !stop.stop_token_ids.is_empty(),
             skip_special_tokens: stop.skip_special_tokens,
             include_stop_token_in_text: stop.include_stop_token_in_text,
         }
+    }
+
+    /// Whether there are tokens that end it.
+    pub(crate) fn stops_at_tokens(self) -> bool {
+        self.has_stop_tokens || !self.ignore_eos
     }
 }
 

@@ -7,6 +7,7 @@ use crate::iteration::flight::Part;
 use crate::iteration::plan::{SOURCE_ID, SOURCE_LAST_SAMPLED, StepPlan};
 use crate::iteration::rows::Row;
 use crate::iteration::sequence::Sequence;
+use crate::iteration::tables::TableArrays;
 use crate::request::{Request, SamplingParams};
 
 /// Whether the plan's ragged reset arrays have room; always true for the first newcomer of a step.
@@ -98,6 +99,10 @@ pub(crate) fn write_decodes(
     let places = plan.rows.iter_mut().zip(&mut plan.seq_lens);
     let places = places.zip(plan.token_ids.iter_mut().zip(&mut plan.slot_mapping));
     let places = places.zip(&mut plan.sample_output_indices);
+    let mut tables = TableArrays {
+        block_ids: &mut plan.block_ids,
+        offsets: &mut plan.block_table_offsets,
+    };
     let mut are_plain = true;
     for (at, (part, place)) in decodes.iter_mut().zip(places).enumerate() {
         let (((row, seq_len), (token, slot)), output_index) = place;
@@ -109,7 +114,7 @@ pub(crate) fn write_decodes(
         *token = token_of(sequence, position, at, &mut plan.token_sources);
         *slot = slot_of(sequence, position, block_size);
         *output_index = output_index_after(*seq_len, sequence);
-        write_table(&mut plan.block_ids, &mut plan.block_table_offsets, sequence);
+        plan.tables.add(&mut tables, &sequence.table);
         launch(part, sequence);
         are_plain &= part.num_samples == 1 && part.num_scores == 0;
     }
@@ -145,7 +150,7 @@ pub(crate) fn write_chunk(
         plan.slot_mapping.push(slot);
     }
     plan.query_start_loc.push(plan.token_ids.len() as i32);
-    write_table(&mut plan.block_ids, &mut plan.block_table_offsets, sequence);
+    plan.add_table(&sequence.table);
     launch(part, sequence);
 }
 
@@ -186,13 +191,6 @@ fn slot_of(sequence: &Sequence, position: u32, block_size: u32) -> i64 {
 /// Index of the output that is sampled after the first `seq_len` tokens.
 fn output_index_after(seq_len: i32, sequence: &Sequence) -> i32 {
     seq_len - sequence.num_prompt_tokens as i32
-}
-
-/// Writes the sequence's block table.
-fn write_table(block_ids: &mut Vec<i32>, offsets: &mut Vec<i32>, sequence: &Sequence) {
-    let blocks = sequence.table.blocks().iter();
-    block_ids.extend(blocks.map(|block| block.as_i32()));
-    offsets.push(block_ids.len() as i32);
 }
 
 /// Asks for the samples that the tokens of a launched sequence lead to, which is at `at` in the plan.

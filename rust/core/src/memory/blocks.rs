@@ -78,9 +78,17 @@ struct Pool {
     blocks: Vec<Block>,
     free: Vec<BlockId>,
     cache: PrefixCache,
+    /// The last that a table got.
+    last_stamp: u64,
 }
 
 impl Pool {
+    /// A number that no table has had.
+    fn stamp(&mut self) -> u64 {
+        self.last_stamp += 1;
+        self.last_stamp
+    }
+
     fn available(&self) -> u32 {
         self.free.len() as u32 + self.cache.num_evictable()
     }
@@ -150,6 +158,7 @@ impl BlockPool {
             blocks: vec![Block::default(); num_blocks as usize],
             free: (0..num_blocks).rev().map(BlockId).collect(),
             cache: PrefixCache::new(num_blocks),
+            last_stamp: 0,
         })))
     }
 

@@ -134,6 +134,7 @@ fn arrays(plan: &StepPlan) -> [(&'static str, &[u8]); FIELDS] {
         block_copies,
         block_copy_locations,
         resets,
+        tables: _,
     } = plan;
     let RowResets {
         rows: reset_rows,

@@ -7,20 +7,29 @@ use super::{BlockHash, BlockId, BlockLocation, BlockPlace, BlockPool, OutOfBlock
 pub struct BlockTable {
     pool: BlockPool,
     blocks: Vec<BlockId>,
+    stamp: u64,
 }
 
 impl BlockTable {
     /// An empty table on `pool`.
     pub(super) fn new(pool: BlockPool) -> Self {
+        let stamp = pool.0.borrow_mut().stamp();
         Self {
             pool,
             blocks: Vec::new(),
+            stamp,
         }
     }
 
     /// The blocks, in order of position.
     pub fn blocks(&self) -> &[BlockId] {
         &self.blocks
+    }
+
+    /// Tells what it has: a table that bears the same stamp again has the same blocks, and perhaps more
+    /// behind them. No two tables of a pool ever bear the same.
+    pub fn stamp(&self) -> u64 {
+        self.stamp
     }
 
     /// Makes room for `capacity` blocks, so that growing to it allocates nothing.
@@ -59,12 +68,14 @@ impl BlockTable {
         for &block in &self.blocks {
             pool.share(block);
         }
+        let stamp = pool.stamp();
         drop(pool);
         let mut blocks = Vec::with_capacity(self.blocks.capacity());
         blocks.extend_from_slice(&self.blocks);
         BlockTable {
             pool: self.pool.clone(),
             blocks,
+            stamp,
         }
     }
 
@@ -94,6 +105,7 @@ impl BlockTable {
                 pool.blocks[source.index()].copies_from += 1;
                 pool.blocks[destination.index()].copies_to += 1;
                 pool.release(source);
+                self.stamp = pool.stamp();
                 Some(BlockCopy {
                     pool: self.pool.clone(),
                     source,
@@ -142,6 +154,7 @@ impl BlockTable {
         for block in self.blocks.drain(..).rev() {
             pool.release(block);
         }
+        self.stamp = pool.stamp();
     }
 }
 
