@@ -1,6 +1,7 @@
 //! Iterations: who runs in the next one, the plan of it, and what its results change.
 
 pub(crate) mod admission;
+pub(crate) mod append;
 pub(crate) mod backfill;
 pub(crate) mod charge;
 pub mod commit;

@@ -102,6 +102,7 @@ impl Ledger {
 }
 
 /// Tokens that a step computed for a sequence.
+#[derive(Clone, Copy)]
 pub(crate) struct Computed {
     pub(crate) num_tokens: u32,
     /// Tokens of it that are computed now.
@@ -114,9 +115,9 @@ impl Prices {
     /// Accounts for tokens that a step computed for a sequence.
     #[inline]
     pub(crate) fn charge_computed(
-        self,
+        &self,
         sequence: &mut Sequence,
-        computed: &Computed,
+        computed: Computed,
         flows: &mut Flows,
     ) {
         let begin = sequence.num_charged_tokens;
@@ -131,10 +132,10 @@ impl Prices {
     }
 
     fn charge_computed_from(
-        self,
+        &self,
         begin: u32,
         sequence: &mut Sequence,
-        computed: &Computed,
+        computed: Computed,
         flows: &mut Flows,
     ) {
         let prompt = sequence.num_prompt_tokens;
@@ -166,8 +167,8 @@ impl Prices {
     /// Accounts for output tokens that a step sampled for a sequence. Its flow is charged with all others'
     /// at the end of the step, or before somebody ends.
     #[inline]
-    pub(crate) fn charge_output(self, sequence: &mut Sequence, tokens: u64, flows: &mut Flows) {
-        if let Self::Tokens { output, .. } = self {
+    pub(crate) fn charge_output(&self, sequence: &mut Sequence, tokens: u64, flows: &mut Flows) {
+        if let Self::Tokens { output, .. } = *self {
             let units = output * tokens;
             let prepaid = units.min(sequence.prepaid_output);
             sequence.prepaid_output -= prepaid;

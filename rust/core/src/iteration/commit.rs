@@ -12,22 +12,18 @@
 
 use std::ops::Range;
 
-use slab::Slab;
-
 use crate::config::{Limits, Vocabulary};
 use crate::error::CommitError;
 use crate::iteration::charge::Computed;
 use crate::iteration::flight::{Part, Step};
 use crate::iteration::join::leaves_together;
 use crate::iteration::lane::Lane;
-use crate::iteration::ledger::{Entry, Ledger};
-use crate::iteration::sequence::Sequence;
-use crate::iteration::tally::{Payer, Tally};
+use crate::iteration::ledger::Ledger;
+use crate::iteration::tally::Tally;
 use crate::metrics::Beat;
-use crate::output::{Event, Output, OutputBatch, TokenLogprob};
+use crate::output::{Event, TokenLogprob};
 use crate::predict::iteration_time::StepShares;
 use crate::request::{Finish, SequenceKey, Time};
-use crate::text::TextState;
 
 /// Status of a row whose step succeeded.
 pub const STATUS_OK: u8 = 0;
@@ -71,9 +67,9 @@ pub(crate) struct Commit<'a> {
 
 /// What became of a sequence.
 #[derive(Clone, Copy, Default)]
-struct Applied {
-    num_outputs: u64,
-    ended: bool,
+pub(crate) struct Applied {
+    pub(crate) num_outputs: u64,
+    pub(crate) ended: bool,
 }
 
 impl Commit<'_> {
@@ -84,8 +80,11 @@ impl Commit<'_> {
         let step = self.step;
         let first = step.parts().next().expect("no step is empty");
         let mut tally = Tally::new(self.now, self.ledger.sequences[first.sequence.0].payer);
+        let results = self.results;
+        let one_token_each = results.token_ids.len() == step.num_samples;
+        let are_ordinary = one_token_each && results.logprobs.is_empty();
         let mut cut = Cut::default();
-        let mut statuses = self.results.statuses.iter();
+        let mut statuses = results.statuses.iter();
         let mut ended = false;
         for (parts, are_decodes) in [(&step.decodes, true), (&step.chunks, false)] {
             for (part, &status) in parts.iter().zip(statuses.by_ref()) {
@@ -96,11 +95,18 @@ impl Commit<'_> {
                 } else {
                     shares.chunk(before, part.num_tokens, part.num_samples)
                 });
-                let payer = sequence.payer;
-                let since = (sequence.num_output_tokens() > 0).then_some(sequence.last_output);
-                let applied = self.apply(part, status, step_ns, cut.next(part));
-                ended |= applied.ended;
-                tally.add(self.ledger, payer, step_ns, applied.num_outputs, since);
+                let (payer, last_output) = (sequence.payer, sequence.last_output);
+                let has_output = sequence.num_output_tokens() > 0;
+                let is_ordinary = are_ordinary && status == STATUS_OK;
+                if is_ordinary && self.go_on(part, cut.samples, step_ns) {
+                    tally.add(self.ledger, payer, step_ns, 1, Some(last_output));
+                } else {
+                    let applied = self.apply(part, status, step_ns, cut);
+                    ended |= applied.ended;
+                    let since = has_output.then_some(last_output);
+                    tally.add(self.ledger, payer, step_ns, applied.num_outputs, since);
+                }
+                cut.skip(part);
             }
         }
         tally.flush(self.ledger);
@@ -109,7 +115,8 @@ impl Commit<'_> {
     }
 
     /// Applies what the step did for one sequence.
-    fn apply(&mut self, part: &Part, status: u8, step_ns: u64, slice: Slice) -> Applied {
+    #[inline(never)]
+    fn apply(&mut self, part: &Part, status: u8, step_ns: u64, cut: Cut) -> Applied {
         let key = part.sequence;
         let ledger = &mut *self.ledger;
         let sequence = &mut ledger.sequences[key.0];
@@ -140,13 +147,13 @@ impl Commit<'_> {
             end: sequence.num_computed_tokens,
             step_ns,
         };
-        let prices = ledger.prices;
-        prices.charge_computed(sequence, &computed, ledger.queue.flows_mut());
-        self.tell_scores(key, slice.scores);
+        let flows = ledger.queue.flows_mut();
+        ledger.prices.charge_computed(sequence, computed, flows);
+        self.tell_scores(key, cut.scores_of(part));
         match part.num_samples {
             0 => Applied::default(),
-            1 => self.append(key, slice.samples.start),
-            _ => self.append_to_siblings(key, slice.samples),
+            1 => self.append(key, cut.samples),
+            _ => self.append_to_siblings(key, cut.samples_of(part)),
         }
     }
 
@@ -218,7 +225,8 @@ impl Commit<'_> {
         let mut cut = Cut::default();
         for (&status, part) in results.statuses.iter().zip(self.step.parts()) {
             let sequence = &self.ledger.sequences[part.sequence.0];
-            let Slice { samples, scores } = cut.next(part);
+            let (samples, scores) = (cut.samples_of(part), cut.scores_of(part));
+            cut.skip(part);
             if status != STATUS_OK {
                 continue;
             }
@@ -260,180 +268,40 @@ impl Commit<'_> {
         });
     }
 
-    /// Appends the first sample to the sequence and the others to siblings that are born by it.
-    #[inline(never)]
-    fn append_to_siblings(&mut self, key: SequenceKey, samples: Range<usize>) -> Applied {
-        let siblings = self.fork_siblings(key);
-        let mut all = Applied::default();
-        for (key, sample) in std::iter::once(key).chain(siblings).zip(samples) {
-            let applied = self.append(key, sample);
-            all.num_outputs += applied.num_outputs;
-            all.ended |= applied.ended;
-        }
-        all
-    }
-
-    fn fork_siblings(&mut self, key: SequenceKey) -> Vec<SequenceKey> {
-        let sequence = &mut self.ledger.sequences[key.0];
-        let rows = std::mem::take(&mut sequence.sibling_rows);
-        sequence.num_unborn = 0;
-        // What was charged ahead for the output of all is shared out among them.
-        let prepaid_output = sequence.prepaid_output / (rows.len() as u64 + 1);
-        sequence.prepaid_output -= prepaid_output * rows.len() as u64;
-        let sequence = &self.ledger.sequences[key.0];
-        let request = sequence.request.0;
-        let stop = self.ledger.requests[request].request.stop.stop.clone();
-        let num_shared_blocks = sequence.num_prompt_tokens / self.limits.block_size();
-        let siblings: Vec<Sequence> = (1..)
-            .zip(rows)
-            .map(|(child, row)| Sequence {
-                prepaid_output,
-                num_shared_blocks,
-                ..sequence.fork(
-                    child,
-                    row,
-                    TextState::new(stop.clone()),
-                    self.ledger.overflow.begin(),
-                )
-            })
-            .collect();
-        let mut keys = Vec::with_capacity(siblings.len());
-        for sibling in siblings {
-            let key = SequenceKey(self.ledger.sequences.insert(sibling));
-            self.ledger.requests[request].sequences.push(key);
-            self.ledger.enter_running(&mut self.lane.running, key);
-            keys.push(key);
-        }
-        keys
-    }
-
-    /// Appends one sample to one sequence and tells its client.
-    #[inline(always)]
-    #[expect(clippy::inline_always, reason = "a call takes a tenth of the time")]
-    fn append(&mut self, key: SequenceKey, sample: usize) -> Applied {
-        let ledger = &mut *self.ledger;
-        let sequence = &mut ledger.sequences[key.0];
-        let outputs = &mut ledger.outputs;
-        let (tokens, text) = (outputs.token_ids.len(), outputs.text.len());
-        let mut finish = None;
-        let sampled = &self.results.token_ids[self.results.tokens(sample)];
-        for &token in sampled {
-            let stop_token = if sequence.ending.stops_at_tokens() {
-                find_stop_token(sequence, token, &ledger.requests, self.vocabulary)
-            } else {
-                None
-            };
-            finish = append_token(sequence, token, stop_token, self.vocabulary, outputs);
-            if finish.is_some() {
-                break;
-            }
-        }
-        let num_tokens = outputs.token_ids.len() - tokens;
-        let logprobs = outputs.logprobs.len();
-        if !self.results.logprobs.is_empty() {
-            let told = &self.results.logprobs[self.results.logprobs_of(sample)];
-            // What came after the token that ended it is dropped with its log-probabilities.
-            let per_token = told.len() / sampled.len();
-            outputs
-                .logprobs
-                .extend_from_slice(&told[..num_tokens * per_token]);
-        }
-        outputs.events.push(Event::Output(Output {
-            request: sequence.id,
-            child: sequence.arrival.child,
-            tokens: tokens..outputs.token_ids.len(),
-            text: text..outputs.text.len(),
-            logprobs: logprobs..outputs.logprobs.len(),
-            finish: finish.filter(|_| !self.stays),
-        }));
-        let is_first = sequence.num_output_tokens() == num_tokens as u32;
-        sequence.last_output = self.now;
-        sequence.waits_for_samples |= num_tokens > 1;
-        let prices = ledger.prices;
-        prices.charge_output(sequence, num_tokens as u64, ledger.queue.flows_mut());
-        if ledger.tenants.any_has_rate() {
-            let tenant = ledger.tenants.get_mut(sequence.payer.tenant);
-            tenant.use_tokens(self.now, num_tokens as u64);
-        }
-        if is_first {
-            self.begin_output(key);
-        }
-        if let Some(finish) = finish {
-            self.end(key, finish);
-        }
-        Applied {
-            num_outputs: num_tokens as u64,
-            ended: finish.is_some(),
-        }
-    }
-
-    /// Notes when the first output of a sequence came.
-    fn begin_output(&mut self, key: SequenceKey) {
-        let sequence = &mut self.ledger.sequences[key.0];
-        sequence.first_output = self.now;
-        let stats = &mut self.ledger.requests[sequence.request.0].request.stats;
-        if stats.first_token.is_none() {
-            stats.first_token = Some(self.now);
-            let ttft_us = self.now.since_us(stats.arrival);
-            let Payer { class, tenant } = sequence.payer;
-            self.ledger.classes[class.0 as usize]
-                .metrics
-                .started(ttft_us);
-            self.ledger.tenants.get_mut(tenant).metrics.started(ttft_us);
-        }
-    }
-
-    /// Ends a sequence; one that stays for its batch is told of later.
-    fn end(&mut self, key: SequenceKey, finish: Finish) {
-        let sequence = &mut self.ledger.sequences[key.0];
-        let request = sequence.request;
-        if self.stays {
-            sequence.finished = Some(finish);
-        } else {
-            sequence.ended = true;
-        }
-        self.ledger.queue.flows_mut().charge_deferred();
-        self.ledger.count_output(key);
-        self.ledger.learn_length(key);
-        self.ledger.refund(key);
-        if !self.stays {
-            self.ledger.end_child(request, finish, self.now);
-        }
-    }
 }
 
-/// Cuts the samples and scores of a step into those of its parts.
-#[derive(Default)]
+/// Where a part's samples and scores begin among those of its step.
+#[derive(Clone, Copy, Default)]
 struct Cut {
     samples: usize,
     scores: usize,
 }
 
-/// What a part has of a step's samples and scores.
-struct Slice {
-    samples: Range<usize>,
-    scores: Range<usize>,
-}
-
 impl Cut {
-    /// Those of the next part.
-    fn next(&mut self, part: &Part) -> Slice {
-        let (samples, scores) = (self.samples, self.scores);
+    /// Those of `part`, the next.
+    fn samples_of(self, part: &Part) -> Range<usize> {
+        self.samples..self.samples + part.num_samples as usize
+    }
+
+    fn scores_of(self, part: &Part) -> Range<usize> {
+        self.scores..self.scores + part.num_scores as usize
+    }
+
+    /// Goes on to the part after it.
+    fn skip(&mut self, part: &Part) {
         self.samples += part.num_samples as usize;
         self.scores += part.num_scores as usize;
-        Slice {
-            samples: samples..self.samples,
-            scores: scores..self.scores,
-        }
     }
 }
 
 impl StepResults {
-    fn tokens(&self, sample: usize) -> Range<usize> {
+    /// Range of the tokens of a sample.
+    pub(crate) fn tokens(&self, sample: usize) -> Range<usize> {
         self.token_offsets[sample] as usize..self.token_offsets[sample + 1] as usize
     }
 
-    fn logprobs_of(&self, sample: usize) -> Range<usize> {
+    /// Range of the log-probabilities of a sample.
+    pub(crate) fn logprobs_of(&self, sample: usize) -> Range<usize> {
         match self.logprob_offsets.get(sample..=sample + 1) {
             Some(&[begin, end]) => begin as usize..end as usize,
             _ => 0..0,
@@ -483,68 +351,6 @@ fn check_offsets(
         got,
         expected,
     })
-}
-
-/// How a token ends the sequence by itself, if it does.
-#[inline(never)]
-fn find_stop_token(
-    sequence: &Sequence,
-    token: u32,
-    requests: &Slab<Entry>,
-    vocabulary: &Vocabulary,
-) -> Option<Finish> {
-    let stop = &sequence.ending;
-    if !stop.ignore_eos && vocabulary.eos_token_ids.iter().any(|&eos| eos == token) {
-        return Some(Finish::Eos);
-    }
-    if !stop.has_stop_tokens {
-        return None;
-    }
-    let stop_tokens = &requests[sequence.request.0].request.stop.stop_token_ids;
-    let is_stop_token = stop_tokens.contains(&token);
-    is_stop_token.then_some(Finish::StopToken(token))
-}
-
-/// Appends a token to ids and text; how that ended the sequence, if it did. A stop token does not end it
-/// before its least length.
-#[inline(always)]
-#[expect(clippy::inline_always, reason = "as above")]
-fn append_token(
-    sequence: &mut Sequence,
-    token: u32,
-    stop_token: Option<Finish>,
-    vocabulary: &Vocabulary,
-    outputs: &mut OutputBatch,
-) -> Option<Finish> {
-    sequence.tokens.push(token);
-    sequence.last_token = token;
-    outputs.token_ids.push(token);
-    let stop = sequence.ending;
-    let num_output_tokens = sequence.num_output_tokens();
-    let stop_token = stop_token.filter(|_| num_output_tokens >= stop.min_tokens);
-    let hidden = stop.skip_special_tokens && vocabulary.tokens.is_special(token);
-    let shown = !hidden && (stop_token.is_none() || stop.include_stop_token_in_text);
-    let shown_text = if shown {
-        vocabulary.tokens.text(token)
-    } else {
-        Ok("")
-    };
-    // vLLM's rule: the text of the first min_tokens tokens is not searched.
-    let search = num_output_tokens > stop.min_tokens && stop_token.is_none();
-    let (text, out) = (&mut sequence.text, &mut outputs.text);
-    let stop_string = match shown_text {
-        Ok(whole) => text.push_str(whole, search, out),
-        Err(bytes) => text.push(bytes, search, out),
-    };
-    if let Some(found) = stop_string {
-        return Some(Finish::StopString(found.string_index));
-    }
-    let finish =
-        stop_token.or_else(|| (num_output_tokens >= stop.max_tokens).then_some(Finish::Length));
-    if finish.is_some() {
-        sequence.text.finish(&mut outputs.text);
-    }
-    finish
 }
 
 /// Ends those that stayed for the others of their batch, once all of it are done.

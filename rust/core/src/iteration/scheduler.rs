@@ -22,6 +22,7 @@ use crate::iteration::sequence::Sequence;
 use crate::iteration::write::{
     write_chunk, write_decodes, write_resets, write_samples, write_scores,
 };
+use crate::memory::blocks::BlockCopy;
 use crate::request::{Request, SequenceKey, Time};
 use crate::waiting::forecast::Blocked;
 use crate::waiting::queue::Next;
@@ -140,20 +141,14 @@ impl Scheduler<'_> {
                 position += 1;
                 continue;
             }
-            let room = if sequence.has_room(block_size) {
-                Ok(None)
-            } else {
-                sequence.make_room(block_size)
-            };
-            if let Ok(copy) = room {
-                if let Some(copy) = copy {
-                    self.lane.step.copies.push((key, copy));
-                }
+            let decodes = sequence.num_remaining_tokens() == 1;
+            let copies = &mut self.lane.step.copies;
+            if sequence.has_room(block_size) || make_room(sequence, key, block_size, copies) {
                 if self.lane.governor.is_governing() {
                     let class = self.ledger.rules.class(sequence.payer.class);
                     self.lane.governor.see(sequence, class.tpot_target_us);
                 }
-                if sequence.num_remaining_tokens() == 1 {
+                if decodes {
                     sequence.num_scheduled_tokens = 1;
                     self.budget -= 1;
                     self.lane.step.add(key, 1);
@@ -583,6 +578,21 @@ impl Scheduler<'_> {
                 .push([from.location as u8, to.location as u8]);
         }
     }
+}
+
+/// Makes the slots of all of a sequence's tokens writable; false if it lacks blocks for that.
+#[inline(never)]
+fn make_room(
+    sequence: &mut Sequence,
+    key: SequenceKey,
+    block_size: u32,
+    copies: &mut Vec<(SequenceKey, BlockCopy)>,
+) -> bool {
+    let Ok(copy) = sequence.make_room(block_size) else {
+        return false;
+    };
+    copies.extend(copy.map(|copy| (key, copy)));
+    true
 }
 
 /// Room for everything the sequence can become, so that its decode steps allocate nothing.

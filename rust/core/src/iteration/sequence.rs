@@ -113,6 +113,8 @@ pub(crate) struct Sequence {
     pub(crate) may_share_last_block: bool,
     /// A step has sampled several tokens of it, so it is not known what a step ahead would compute.
     pub(crate) waits_for_samples: bool,
+    /// Runs ahead of a head that did not fit when it joined, on the promise to be out of its way in time.
+    pub(crate) is_guest: bool,
 
     pub(crate) text: TextState,
     pub(crate) ending: Ending,
@@ -153,8 +155,6 @@ pub(crate) struct Sequence {
     pub(crate) num_scored_tokens: u32,
     /// Its life since it took memory.
     pub(crate) life: Option<Life>,
-    /// Runs ahead of a head that did not fit when it joined, on the promise to be out of its way in time.
-    pub(crate) is_guest: bool,
 }
 
 /// What a sequence begins with.
@@ -276,6 +276,25 @@ impl Sequence {
             && !(samples && (ends_by_length || self.num_unborn > 0))
     }
 
+    /// Appends a sampled token.
+    pub(crate) fn push(&mut self, token: u32) {
+        self.tokens.push(token);
+        self.last_token = token;
+    }
+
+    /// Whether it goes on after a step, with one token more and nothing else to tell: if the token does not
+    /// end it by itself. It has output already and is not at its end, and its text is sent as it comes.
+    pub(crate) fn goes_on_after(&self, part: &Part) -> bool {
+        let num_output_tokens = self.num_output_tokens();
+        part.num_samples == 1
+            && part.num_scores == 0
+            && !self.ended
+            && !self.has_other_tokens_than(part)
+            && num_output_tokens > 0
+            && num_output_tokens + 1 < self.ending.max_tokens
+            && self.text.is_plain()
+    }
+
     /// Whether it runs by leave of a head that does not fit since step `since`.
     pub(crate) fn is_guest_since(&self, since: u64) -> bool {
         self.is_guest && self.joined_at_step >= since
@@ -288,9 +307,9 @@ impl Sequence {
         is_last != (part.num_samples > 0)
     }
 
-    /// Whether the scheduled tokens are the last before the next sample.
+    /// Whether the scheduled tokens, of which there is one at least, are the last before the next sample.
     pub(crate) fn completes(&self) -> bool {
-        self.num_planned_tokens() + self.num_scheduled_tokens == self.num_expected_tokens()
+        self.num_planned_tokens() + self.num_scheduled_tokens >= self.num_tokens()
     }
 
     /// Samples that its scheduled tokens lead to.

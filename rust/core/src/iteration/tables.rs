@@ -11,14 +11,21 @@ use crate::memory::blocks::BlockTable;
 /// What the arrays of a plan's block tables hold, while a step is written and until the next one is.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct WrittenTables {
-    /// Stamp of each table in the arrays.
-    stamps: Vec<u64>,
+    /// Each table in the arrays.
+    tables: Vec<Written>,
     /// Tables of the step that were added so far.
     count: usize,
     /// All of them were in the arrays already, and are still where they were.
     are_kept: bool,
     /// Blocks that such tables have beyond those in the arrays: which table, and the block.
     grown: Vec<(usize, i32)>,
+}
+
+/// A table as it was written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Written {
+    stamp: u64,
+    num_blocks: usize,
 }
 
 /// The arrays of a plan's block tables.
@@ -38,7 +45,7 @@ impl WrittenTables {
     /// For so many tables, with a block more each, without growing.
     pub(crate) fn with_capacity(tables: usize) -> Self {
         Self {
-            stamps: Vec::with_capacity(tables),
+            tables: Vec::with_capacity(tables),
             grown: Vec::with_capacity(tables),
             ..Self::default()
         }
@@ -53,8 +60,12 @@ impl WrittenTables {
     /// Adds the table of the step's next sequence.
     #[inline]
     pub(crate) fn add(&mut self, arrays: &mut TableArrays<'_>, table: &BlockTable) {
-        if !(self.are_kept && self.keep(arrays, table)) {
-            self.append(arrays, table);
+        let new = Written {
+            stamp: table.stamp(),
+            num_blocks: table.blocks().len(),
+        };
+        if !self.are_kept || self.tables.get(self.count) != Some(&new) {
+            self.add_changed(arrays, table, new);
         }
         self.count += 1;
     }
@@ -66,37 +77,31 @@ impl WrittenTables {
         }
     }
 
-    /// Leaves a table where it is, if it is there.
-    #[inline]
-    fn keep(&mut self, arrays: &TableArrays<'_>, table: &BlockTable) -> bool {
-        let at = self.count;
-        if self.stamps.get(at) != Some(&table.stamp()) {
-            return false;
-        }
-        let num_written = (arrays.offsets[at + 1] - arrays.offsets[at]) as usize;
-        let new = &table.blocks()[num_written..];
-        if !new.is_empty() {
-            self.grown.extend(new.iter().map(|block| (at, block.as_i32())));
-        }
-        true
-    }
-
     #[inline(never)]
-    fn append(&mut self, arrays: &mut TableArrays<'_>, table: &BlockTable) {
+    fn add_changed(&mut self, arrays: &mut TableArrays<'_>, table: &BlockTable, new: Written) {
+        let at = self.count;
         if self.are_kept {
+            if let Some(written) = self.tables.get_mut(at)
+                && written.stamp == new.stamp
+            {
+                let grown = table.blocks().iter().skip(written.num_blocks);
+                self.grown.extend(grown.map(|block| (at, block.as_i32())));
+                *written = new;
+                return;
+            }
             self.settle(arrays);
         }
         let blocks = table.blocks().iter();
         arrays.block_ids.extend(blocks.map(|block| block.as_i32()));
         arrays.offsets.push(arrays.block_ids.len() as i32);
-        self.stamps.push(table.stamp());
+        self.tables.push(new);
     }
 
     /// Forgets all tables but those that are kept, and gives those their new blocks.
     fn settle(&mut self, arrays: &mut TableArrays<'_>) {
         let TableArrays { block_ids, offsets } = arrays;
         self.are_kept = false;
-        self.stamps.truncate(self.count);
+        self.tables.truncate(self.count);
         offsets.truncate(self.count + 1);
         if offsets.is_empty() {
             offsets.push(0);

@@ -257,28 +257,20 @@ impl StopSearch {
         }
     }
 
+    /// Whether there is anything to search for.
+    pub(super) fn has_stops(&self) -> bool {
+        self.stops.is_some()
+    }
+
     /// Searches `text` and appends to `out` what can no longer be part of a stop string.
-    #[inline]
     pub(super) fn deliver(
         &mut self,
         text: &str,
         check_stops: bool,
         out: &mut String,
     ) -> ControlFlow<StopMatch> {
-        if self.stops.is_none() {
-            out.push_str(text);
-            return ControlFlow::Continue(());
-        }
-        self.search(text, check_stops, out)
-    }
-
-    fn search(
-        &mut self,
-        text: &str,
-        check_stops: bool,
-        out: &mut String,
-    ) -> ControlFlow<StopMatch> {
         let Some(stops) = &self.stops else {
+            out.push_str(text);
             return ControlFlow::Continue(());
         };
         if self.stopped {
