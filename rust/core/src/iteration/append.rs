@@ -55,7 +55,7 @@ impl Commit<'_> {
         outputs.text.push_str(text);
         outputs.tell(sequence.id, sequence.arrival.child, begin, None);
         sequence.last_output = self.now;
-        prices.charge_output(sequence, 1, flows);
+        prices.charge_output(sequence, 1, &mut ledger.deferred);
         if ledger.tenants.any_has_rate() {
             let tenant = ledger.tenants.get_mut(sequence.payer.tenant);
             tenant.use_tokens(self.now, 1);
@@ -64,7 +64,11 @@ impl Commit<'_> {
     }
 
     /// Appends the first sample to the sequence and the others to siblings that are born by it.
-    pub(crate) fn append_to_siblings(&mut self, key: SequenceKey, samples: Range<usize>) -> Applied {
+    pub(crate) fn append_to_siblings(
+        &mut self,
+        key: SequenceKey,
+        samples: Range<usize>,
+    ) -> Applied {
         let siblings = self.fork_siblings(key);
         let mut all = Applied::default();
         for (key, sample) in std::iter::once(key).chain(siblings).zip(samples) {
@@ -142,8 +146,8 @@ impl Commit<'_> {
         let is_first = sequence.num_output_tokens() == num_tokens as u32;
         sequence.last_output = self.now;
         sequence.waits_for_samples |= num_tokens > 1;
-        let (prices, flows) = (&ledger.prices, ledger.queue.flows_mut());
-        prices.charge_output(sequence, num_tokens as u64, flows);
+        let (prices, deferred) = (&ledger.prices, &mut ledger.deferred);
+        prices.charge_output(sequence, num_tokens as u64, deferred);
         if ledger.tenants.any_has_rate() {
             let tenant = ledger.tenants.get_mut(sequence.payer.tenant);
             tenant.use_tokens(self.now, num_tokens as u64);
@@ -185,7 +189,7 @@ impl Commit<'_> {
         } else {
             sequence.ended = true;
         }
-        self.ledger.queue.flows_mut().charge_deferred();
+        self.ledger.charge_deferred();
         self.ledger.count_output(key);
         self.ledger.learn_length(key);
         self.ledger.refund(key);
@@ -253,4 +257,3 @@ fn append_token(
     }
     finish
 }
-

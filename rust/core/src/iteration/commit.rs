@@ -110,7 +110,7 @@ impl Commit<'_> {
             }
         }
         tally.flush(self.ledger);
-        self.ledger.queue.flows_mut().charge_deferred();
+        self.ledger.charge_deferred();
         Ok(ended)
     }
 
@@ -129,7 +129,7 @@ impl Commit<'_> {
         }
         if status != STATUS_OK {
             let request = sequence.request;
-            ledger.queue.flows_mut().charge_deferred();
+            ledger.charge_deferred();
             ledger.end_request(self.lane, request, Finish::RowFailed, self.now);
             ledger.sequences[key.0].land(part.num_tokens);
             return Applied {
@@ -267,7 +267,6 @@ impl Commit<'_> {
             logprobs: begin..outputs.logprobs.len(),
         });
     }
-
 }
 
 /// Where a part's samples and scores begin among those of its step.
@@ -340,8 +339,9 @@ fn check_offsets(
 ) -> Result<(), CommitError> {
     let last = offsets.last().map_or(0, |&last| last as usize);
     // Without a way out of the loop, so that several are compared at once.
-    let rising = (offsets.iter().zip(offsets.iter().skip(1)))
-        .fold(true, |rising, (begin, end)| rising & (begin + least <= *end));
+    let rising = (offsets.iter().zip(offsets.iter().skip(1))).fold(true, |rising, (begin, end)| {
+        rising & (begin + least <= *end)
+    });
     if offsets.first() == Some(&0) && rising && last == got {
         return Ok(());
     }

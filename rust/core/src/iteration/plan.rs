@@ -6,7 +6,9 @@
 //! `chairlift.executor.StepPlan`, which mirrors this struct field by field.
 //!
 //! A plan is complete: block tables are whole in every plan, and a row's parameters travel in
-//! [`RowResets`] in the step in which a sequence takes the row.
+//! [`RowResets`] in the step in which a sequence takes the row. It is written on top of what it said before,
+//! of which block tables that still hold stay in place; so nobody else may write into its arrays, and it
+//! serves one engine.
 
 use crate::config::Limits;
 use crate::iteration::tables::{TableArrays, WrittenTables};

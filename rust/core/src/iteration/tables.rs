@@ -97,35 +97,32 @@ impl WrittenTables {
         self.tables.push(new);
     }
 
-    /// Forgets all tables but those that are kept, and gives those their new blocks.
+    /// Forgets all tables but those that are kept, and gives those their new blocks. The offsets are made
+    /// anew: what others may have written into a plan's arrays must not decide where anything goes.
     fn settle(&mut self, arrays: &mut TableArrays<'_>) {
         let TableArrays { block_ids, offsets } = arrays;
         self.are_kept = false;
         self.tables.truncate(self.count);
-        offsets.truncate(self.count + 1);
-        if offsets.is_empty() {
-            offsets.push(0);
-        }
-        let mut end = offsets[self.count] as usize;
-        block_ids.truncate(end);
-        block_ids.resize(end + self.grown.len(), 0);
-        // From the last on, so that what is moved up has room.
-        for (shift, &(at, block)) in self.grown.iter().enumerate().rev() {
-            let table_end = offsets[at + 1] as usize;
-            block_ids.copy_within(table_end..end, table_end + shift + 1);
-            block_ids[table_end + shift] = block;
-            end = table_end;
-        }
-        let mut shift = 0;
-        let mut grown = self.grown.iter().map(|&(at, _)| at).peekable();
-        while let Some(at) = grown.next() {
-            shift += 1;
-            let next = grown.peek().copied().unwrap_or(self.count);
-            for offset in &mut offsets[at + 1..=next] {
-                *offset += shift;
+        let mut end = 0;
+        offsets.clear();
+        offsets.push(0);
+        offsets.extend(self.tables.iter().map(|table| {
+            end += table.num_blocks;
+            end as i32
+        }));
+        block_ids.resize(end, 0);
+        // From the last block on, so that what is moved up has room.
+        let mut end = end - self.grown.len();
+        let mut last = None;
+        for (before, (at, block)) in self.grown.drain(..).enumerate().rev() {
+            if last != Some(at) {
+                last = Some(at);
+                let table_end = offsets[at + 1] as usize - (before + 1);
+                block_ids.copy_within(table_end..end, table_end + before + 1);
+                end = table_end;
             }
+            block_ids[end + before] = block;
         }
-        self.grown.clear();
     }
 }
 
@@ -167,7 +164,9 @@ mod tests {
         let pool = BlockPool::new(2_000);
         let mut state = 1_u64;
         let mut below = |bound: usize| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
             (state >> 33) as usize % bound
         };
         let mut tables: Vec<BlockTable> = Vec::new();
@@ -191,7 +190,10 @@ mod tests {
                     let sibling = tables[at].fork();
                     let last = sibling.blocks().len().saturating_sub(1);
                     let copy = tables[at].grow_for_writing(last, 0);
-                    assert_eq!(copy.is_ok_and(|copy| copy.is_some()), !sibling.blocks().is_empty());
+                    assert_eq!(
+                        copy.is_ok_and(|copy| copy.is_some()),
+                        !sibling.blocks().is_empty()
+                    );
                 }
                 _ => {}
             }

@@ -24,6 +24,13 @@ use crate::waiting::order::{OrderKey, OrderTree, Units};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FlowKey(u32);
 
+impl FlowKey {
+    /// Its number; those of flows that are gone are used again.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
 /// Counters are lowered when one goes above this, which takes years.
 const REBASE_ABOVE: u64 = 1 << 63;
 /// What the least counter is lowered to: more than anything that can still be refunded.
@@ -51,8 +58,6 @@ struct Account {
     divisor: u64,
     /// Units that were really charged, less refunds.
     served: Units,
-    /// Units that were deferred and are not charged yet.
-    deferred: Units,
     parent: Option<FlowKey>,
 }
 
@@ -96,8 +101,6 @@ pub struct Flows {
     slab: Slab<Flow>,
     /// By the flow's number.
     accounts: Vec<Account>,
-    /// Leaves with deferred charges.
-    deferring: Vec<FlowKey>,
     by_name: BTreeMap<(FlowKey, Arc<str>), FlowKey>,
     by_service: bool,
     rebase_above: u64,
@@ -109,7 +112,6 @@ impl Flows {
         Self {
             slab: Slab::new(),
             accounts: Vec::new(),
-            deferring: Vec::new(),
             by_name: BTreeMap::new(),
             by_service,
             rebase_above: REBASE_ABOVE,
@@ -143,7 +145,6 @@ impl Flows {
             service: 0,
             divisor: divisor(weight),
             served: 0,
-            deferred: 0,
             parent,
         };
         FlowKey(at as u32)
@@ -329,28 +330,6 @@ impl Flows {
                 self.rebase(parent);
             }
             at = parent;
-        }
-    }
-
-    /// Notes a charge, for many that come together: those of a leaf are summed up, and
-    /// [`Self::charge_deferred`] charges the sums before anybody looks at a counter.
-    pub fn defer(&mut self, leaf: FlowKey, units: Units) {
-        if units == 0 {
-            return;
-        }
-        let account = self.account_mut(leaf);
-        let is_first = account.deferred == 0;
-        account.deferred += units;
-        if is_first {
-            self.deferring.push(leaf);
-        }
-    }
-
-    /// Charges what was deferred.
-    pub fn charge_deferred(&mut self) {
-        while let Some(leaf) = self.deferring.pop() {
-            let units = std::mem::take(&mut self.account_mut(leaf).deferred);
-            self.charge(leaf, units);
         }
     }
 
