@@ -208,7 +208,7 @@ fn find_stop_token(
     vocabulary: &Vocabulary,
 ) -> Option<Finish> {
     let stop = &sequence.ending;
-    if !stop.ignore_eos && vocabulary.eos_token_ids.iter().any(|&eos| eos == token) {
+    if !stop.ignore_eos && vocabulary.eos_token_ids.contains(&token) {
         return Some(Finish::Eos);
     }
     if !stop.has_stop_tokens {

@@ -217,9 +217,12 @@ impl Commit<'_> {
     fn check_rows(&self) -> Result<(), CommitError> {
         let results = self.results;
         let vocab_size = self.limits.vocab_size();
-        let tokens = results.token_ids.iter();
-        let tokens_are_known = tokens.fold(true, |known, &token| known & (token < vocab_size));
-        if tokens_are_known && results.logprobs.is_empty() && self.step.num_scores == 0 {
+        // Counted, not looked for: without a way out of the loop several are compared at once.
+        let unknown = results
+            .token_ids
+            .iter()
+            .filter(|&&token| token >= vocab_size);
+        if unknown.count() == 0 && results.logprobs.is_empty() && self.step.num_scores == 0 {
             return Ok(());
         }
         let mut cut = Cut::default();
@@ -338,11 +341,9 @@ fn check_offsets(
     least: u32,
 ) -> Result<(), CommitError> {
     let last = offsets.last().map_or(0, |&last| last as usize);
-    // Without a way out of the loop, so that several are compared at once.
-    let rising = (offsets.iter().zip(offsets.iter().skip(1))).fold(true, |rising, (begin, end)| {
-        rising & (begin + least <= *end)
-    });
-    if offsets.first() == Some(&0) && rising && last == got {
+    let pairs = offsets.iter().zip(offsets.iter().skip(1));
+    let falling = pairs.filter(|&(&begin, &end)| begin + least > end).count();
+    if offsets.first() == Some(&0) && falling == 0 && last == got {
         return Ok(());
     }
     let expected = last.max(offsets.len() - 1);
