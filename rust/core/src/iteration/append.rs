@@ -107,7 +107,7 @@ impl Commit<'_> {
         for sibling in siblings {
             let key = SequenceKey(self.ledger.sequences.insert(sibling));
             self.ledger.requests[request].sequences.push(key);
-            self.ledger.enter_running(&mut self.lane.running, key);
+            self.lane.running.enter(&self.ledger.sequences, key);
             keys.push(key);
         }
         keys
@@ -194,6 +194,7 @@ impl Commit<'_> {
         self.ledger.learn_length(key);
         self.ledger.refund(key);
         if !self.stays {
+            self.lane.ended.push(key);
             self.ledger.end_child(request, finish, self.now);
         }
     }

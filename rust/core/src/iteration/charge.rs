@@ -64,6 +64,21 @@ impl Prices {
     }
 }
 
+impl Sequence {
+    /// Takes the share of so many prompt tokens, after those that were charged, out of what was charged
+    /// ahead.
+    fn release(&mut self, num_charged: u32, num_tokens: u32) -> Units {
+        let left = u64::from(self.num_prompt_tokens.saturating_sub(num_charged)).max(1);
+        let released = if u64::from(num_tokens) == left {
+            self.prepaid
+        } else {
+            (u128::from(self.prepaid) * u128::from(num_tokens) / u128::from(left)) as Units
+        };
+        self.prepaid -= released;
+        released
+    }
+}
+
 impl Ledger {
     /// Charges what of a sequence's prompt was never charged, when it is admitted with so many tokens
     /// cached. The first time, `predicted_output` tokens are charged as well.
@@ -92,6 +107,27 @@ impl Ledger {
     /// Makes the charges that a commit put off.
     pub(crate) fn charge_deferred(&mut self) {
         self.deferred.charge(self.queue.flows_mut());
+    }
+
+    /// Accounts for tokens that a step copied from the host, the last that are computed: like those that the
+    /// prefix cache has, at their price.
+    pub(crate) fn charge_restored(&mut self, key: SequenceKey) {
+        let sequence = &mut self.sequences[key.0];
+        let (begin, end) = (sequence.num_charged_tokens, sequence.num_computed_tokens);
+        if end <= begin {
+            return;
+        }
+        sequence.num_charged_tokens = end;
+        let num_tokens = end.min(sequence.num_prompt_tokens).saturating_sub(begin);
+        let released = sequence.release(begin, num_tokens);
+        let leaf = sequence.leaf;
+        let price = match self.prices {
+            Prices::Tokens { cached, .. } => cached,
+            Prices::DeviceTime => 0,
+        };
+        let flows = self.queue.flows_mut();
+        flows.refund(leaf, released);
+        flows.charge(leaf, price * u64::from(num_tokens));
     }
 
     /// Gives back what was charged for work that has not run.
@@ -180,13 +216,7 @@ impl Prices {
     ) {
         let prompt = sequence.num_prompt_tokens;
         let in_prompt = computed.end.min(prompt).saturating_sub(begin);
-        let left = u64::from(prompt.saturating_sub(begin)).max(1);
-        let released = if u64::from(in_prompt) == left {
-            sequence.prepaid
-        } else {
-            (u128::from(sequence.prepaid) * u128::from(in_prompt) / u128::from(left)) as Units
-        };
-        sequence.prepaid -= released;
+        let released = sequence.release(begin, in_prompt);
         if matches!(self, Self::Tokens { .. }) {
             return; // what was released was the price
         }

@@ -19,7 +19,7 @@ use crate::iteration::flight::{Part, Step};
 use crate::iteration::join::leaves_together;
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::Ledger;
-use crate::iteration::tally::Tally;
+use crate::iteration::tier::land_copies;
 use crate::metrics::Beat;
 use crate::output::{Event, TokenLogprob};
 use crate::predict::iteration_time::StepShares;
@@ -76,11 +76,10 @@ impl Commit<'_> {
     /// Applies the results, or refuses them; whether a sequence of the step has ended.
     pub(crate) fn run(mut self) -> Result<bool, CommitError> {
         self.check()?;
+        land_copies(self.ledger, self.step, self.limits.block_size());
         let shares = self.measure();
-        let step = self.step;
-        let first = step.parts().next().expect("no step is empty");
-        let mut tally = Tally::new(self.now, self.ledger.sequences[first.sequence.0].payer);
-        let results = self.results;
+        let mut tally = std::mem::take(&mut self.lane.tally);
+        let (step, results) = (self.step, self.results);
         let one_token_each = results.token_ids.len() == step.num_samples;
         let are_ordinary = one_token_each && results.logprobs.is_empty();
         let mut cut = Cut::default();
@@ -95,21 +94,26 @@ impl Commit<'_> {
                 } else {
                     shares.chunk(before, part.num_tokens, part.num_samples)
                 });
-                let (payer, last_output) = (sequence.payer, sequence.last_output);
+                let payer = sequence.payer;
                 let has_output = sequence.num_output_tokens() > 0;
+                let gap_us = self.now.since_us(sequence.last_output);
                 let is_ordinary = are_ordinary && status == STATUS_OK;
                 if is_ordinary && self.go_on(part, cut.samples, step_ns) {
-                    tally.add(self.ledger, payer, step_ns, 1, Some(last_output));
+                    tally.add(payer, step_ns, 1, Some(gap_us));
                 } else {
-                    let applied = self.apply(part, status, step_ns, cut);
-                    ended |= applied.ended;
-                    let since = has_output.then_some(last_output);
-                    tally.add(self.ledger, payer, step_ns, applied.num_outputs, since);
+                    let Applied {
+                        num_outputs,
+                        ended: has_ended,
+                    } = self.apply(part, status, step_ns, cut);
+                    ended |= has_ended;
+                    let gap_us = (has_output && num_outputs > 0).then_some(gap_us);
+                    tally.add(payer, step_ns, num_outputs, gap_us);
                 }
                 cut.skip(part);
             }
         }
-        tally.flush(self.ledger);
+        tally.settle(self.ledger);
+        self.lane.tally = tally;
         self.ledger.charge_deferred();
         Ok(ended)
     }
@@ -355,7 +359,7 @@ fn check_offsets(
 }
 
 /// Ends those that stayed for the others of their batch, once all of it are done.
-pub(crate) fn leave_together(ledger: &mut Ledger, lane: &Lane, now: Time) {
+pub(crate) fn leave_together(ledger: &mut Ledger, lane: &mut Lane, now: Time) {
     let stays = |ledger: &Ledger, key: SequenceKey| {
         let sequence = &ledger.sequences[key.0];
         sequence.finished.filter(|_| !sequence.ended)
@@ -365,10 +369,11 @@ pub(crate) fn leave_together(ledger: &mut Ledger, lane: &Lane, now: Time) {
     if !leaves_together(ledger.rules.policy().join) || !lane.running.iter().all(is_done) {
         return;
     }
-    for &key in &lane.running {
+    for &key in lane.running.iter() {
         if let Some(finish) = stays(ledger, key) {
             let sequence = &mut ledger.sequences[key.0];
             sequence.ended = true;
+            lane.ended.push(key);
             let (request, child) = (sequence.request, sequence.arrival.child);
             ledger.tell_finish(request, child, ledger.outputs.text.len(), finish);
             ledger.end_child(request, finish, now);
@@ -376,14 +381,17 @@ pub(crate) fn leave_together(ledger: &mut Ledger, lane: &Lane, now: Time) {
     }
 }
 
-/// Takes everyone who ended, and is in no step in flight, out of the running set and frees what they hold.
+/// Takes everyone who ended, and is in no step in flight, out of the running set and frees what they hold:
+/// the oldest first.
 pub(crate) fn remove_ended(ledger: &mut Ledger, lane: &mut Lane) {
-    lane.running.retain(|&key| {
-        let sequence = &ledger.sequences[key.0];
-        let leaves = sequence.ended && !sequence.is_in_flight();
-        if leaves {
+    lane.ended
+        .sort_unstable_by_key(|key| ledger.sequences[key.0].arrival);
+    lane.ended.retain(|&key| {
+        let stays = ledger.sequences[key.0].is_in_flight();
+        if !stays {
+            lane.running.leave(&ledger.sequences, key);
             ledger.discard(key);
         }
-        !leaves
+        stays
     });
 }

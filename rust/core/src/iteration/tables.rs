@@ -161,7 +161,7 @@ mod tests {
     /// Comings and goings, growth, copies on write and blocks given back, in plans that take turns.
     #[test]
     fn what_a_plan_says_does_not_depend_on_what_it_said_before() {
-        let pool = BlockPool::new(2_000);
+        let pool = BlockPool::new(2_000, 0);
         let mut state = 1_u64;
         let mut below = |bound: usize| {
             state = state
@@ -173,34 +173,40 @@ mod tests {
         let mut plans = [Plan::default(), Plan::default()];
         let mut sums = [0; 3];
         for step in 0..4_000 {
+            let mut copies = Vec::new();
             match below(16) {
                 0 if tables.len() > 4 => drop(tables.remove(below(tables.len()))),
                 1 if tables.len() < 24 => {
                     let mut table = pool.table();
-                    table.grow(below(20) as u32).expect("a pool that is large");
+                    table
+                        .grow(below(20) as u32, &mut copies)
+                        .expect("a pool that is large");
                     tables.insert(below(tables.len() + 1), table);
                 }
                 2 if !tables.is_empty() => {
                     let at = below(tables.len());
                     tables[at].release();
-                    tables[at].grow(3).expect("a pool that is large");
+                    tables[at]
+                        .grow(3, &mut copies)
+                        .expect("a pool that is large");
                 }
                 3 if !tables.is_empty() => {
                     let at = below(tables.len());
                     let sibling = tables[at].fork();
                     let last = sibling.blocks().len().saturating_sub(1);
-                    let copy = tables[at].grow_for_writing(last, 0);
-                    assert_eq!(
-                        copy.is_ok_and(|copy| copy.is_some()),
-                        !sibling.blocks().is_empty()
-                    );
+                    tables[at]
+                        .grow_for_writing(last, 0, &mut copies)
+                        .expect("a pool that is large");
+                    assert_eq!(copies.is_empty(), sibling.blocks().is_empty());
                 }
                 _ => {}
             }
             for table in &mut tables {
                 if below(4) == 0 && table.blocks().len() < 60 {
                     let count = 1 + u32::from(below(8) == 0);
-                    table.grow(count).expect("a pool that is large");
+                    table
+                        .grow(count, &mut copies)
+                        .expect("a pool that is large");
                 }
             }
             let plan = &mut plans[step % 2];

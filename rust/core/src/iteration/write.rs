@@ -8,6 +8,7 @@ use crate::iteration::plan::{SOURCE_ID, SOURCE_LAST_SAMPLED, StepPlan};
 use crate::iteration::rows::Row;
 use crate::iteration::sequence::Sequence;
 use crate::iteration::tables::TableArrays;
+use crate::memory::blocks::{BlockCopy, CopyKind};
 use crate::request::{Request, SamplingParams};
 
 /// Whether the plan's ragged reset arrays have room; always true for the first newcomer of a step.
@@ -204,6 +205,22 @@ pub(crate) fn write_samples(plan: &mut StepPlan, at: usize, part: &Part, sequenc
         plan.logits_indices.push(last);
         plan.sample_rows.push(row.as_i32());
         plan.sample_output_indices.push(output_index);
+    }
+}
+
+/// Writes the copies: those to the host first, since their blocks may be written by others.
+pub(crate) fn write_copies<'a>(
+    plan: &mut StepPlan,
+    copies: impl Iterator<Item = &'a BlockCopy> + Clone,
+) {
+    let is_offload = |copy: &&BlockCopy| copy.kind() == CopyKind::Offload;
+    let offloads = copies.clone().filter(is_offload);
+    for copy in offloads.chain(copies.filter(|copy| !is_offload(copy))) {
+        let (from, to) = (copy.source(), copy.destination());
+        let blocks = [from.block.as_i32(), to.block.as_i32()];
+        plan.block_copies.push(blocks);
+        let locations = [from.location as u8, to.location as u8];
+        plan.block_copy_locations.push(locations);
     }
 }
 
