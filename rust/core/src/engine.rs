@@ -184,6 +184,7 @@ impl Engine {
         let Some(step) = self.take_oldest(step) else {
             return Err(CommitError::UnknownStep { step });
         };
+        let stays = leaves_together(self.ledger.rules.policy().join);
         let commit = Commit {
             limits: &self.limits,
             vocabulary: &self.vocabulary,
@@ -192,6 +193,7 @@ impl Engine {
             step: &step,
             results,
             now,
+            stays,
         };
         match commit.run() {
             Ok(somebody_ended) => {

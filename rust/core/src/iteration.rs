@@ -1,6 +1,7 @@
 //! Iterations: who runs in the next one, the plan of it, and what its results change.
 
 pub(crate) mod admission;
+pub(crate) mod append;
 pub(crate) mod backfill;
 pub(crate) mod charge;
 pub mod commit;
@@ -23,6 +24,7 @@ pub mod seats;
 pub(crate) mod sequence;
 pub mod shares;
 pub(crate) mod submission;
+pub(crate) mod tables;
 pub(crate) mod tally;
 pub(crate) mod tier;
 pub(crate) mod timers;

@@ -84,7 +84,44 @@ pub struct OutputBatch {
     pub logprobs: Vec<TokenLogprob>,
 }
 
+/// How far a batch's arrays are: where those of the next output begin.
+#[derive(Clone, Copy)]
+pub(crate) struct Mark {
+    pub(crate) tokens: usize,
+    text: usize,
+    logprobs: usize,
+}
+
 impl OutputBatch {
+    /// Where the arrays of the next output begin.
+    #[inline]
+    pub(crate) fn mark(&self) -> Mark {
+        Mark {
+            tokens: self.token_ids.len(),
+            text: self.text.len(),
+            logprobs: self.logprobs.len(),
+        }
+    }
+
+    /// Tells news of one child: what the arrays have beyond `begin`, and how it ended if it did.
+    #[inline]
+    pub(crate) fn tell(
+        &mut self,
+        request: RequestId,
+        child: u32,
+        begin: Mark,
+        finish: Option<Finish>,
+    ) {
+        self.events.push(Event::Output(Output {
+            request,
+            child,
+            tokens: begin.tokens..self.token_ids.len(),
+            text: begin.text..self.text.len(),
+            logprobs: begin.logprobs..self.logprobs.len(),
+            finish,
+        }));
+    }
+
     /// Whether there is nothing to deliver.
     pub fn is_empty(&self) -> bool {
         self.events.is_empty()

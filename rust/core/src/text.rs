@@ -45,6 +45,11 @@ impl TextState {
         }
     }
 
+    /// Whether text of whole characters is sent as it is: nothing is searched or held back.
+    pub fn is_plain(&self) -> bool {
+        self.tail.is_empty() && !self.search.has_stops()
+    }
+
     /// Appends the bytes of one token and adds to `out` the text that may be sent now.
     ///
     /// A returned match ends the text: `out` has received everything up to the stop string

@@ -13,7 +13,8 @@
 use crate::config::policy::Price;
 use crate::iteration::ledger::Ledger;
 use crate::iteration::sequence::Sequence;
-use crate::request::{SequenceKey, Time};
+use crate::request::SequenceKey;
+use crate::waiting::fairness::{FlowKey, Flows};
 use crate::waiting::order::Units;
 
 /// Prices in thousandths of their unit: a token's price, or a microsecond.
@@ -103,40 +104,9 @@ impl Ledger {
         self.queue.flows_mut().charge(sequence.leaf, units);
     }
 
-    /// Accounts for the tokens that a step computed for a sequence, `scheduled` of them up to `end`, in
-    /// `step_ns` of the step's time.
-    pub(crate) fn charge_computed(
-        &mut self,
-        key: SequenceKey,
-        end: u32,
-        scheduled: u32,
-        step_ns: u64,
-    ) {
-        let sequence = &mut self.sequences[key.0];
-        let begin = sequence.num_charged_tokens;
-        if end <= begin {
-            return; // computed again
-        }
-        sequence.num_charged_tokens = end;
-        if begin >= sequence.num_prompt_tokens && matches!(self.prices, Prices::Tokens { .. }) {
-            return; // output is charged when it is sampled
-        }
-        let in_prompt = end.min(sequence.num_prompt_tokens).saturating_sub(begin);
-        let released = sequence.release(begin, in_prompt);
-        if matches!(self.prices, Prices::Tokens { .. }) {
-            return; // what was released was the price
-        }
-        let leaf = sequence.leaf;
-        let new = u128::from((end - begin).min(scheduled));
-        let mut actual = (u128::from(step_ns) * new / u128::from(scheduled.max(1))) as Units;
-        let from_output = actual.min(sequence.prepaid_output) * u64::from(in_prompt == 0);
-        sequence.prepaid_output -= from_output;
-        actual -= from_output;
-        if actual >= released {
-            self.queue.flows_mut().charge(leaf, actual - released);
-        } else {
-            self.queue.flows_mut().refund(leaf, released - actual);
-        }
+    /// Makes the charges that a commit put off.
+    pub(crate) fn charge_deferred(&mut self) {
+        self.deferred.charge(self.queue.flows_mut());
     }
 
     /// Accounts for tokens that a step copied from the host, the last that are computed: like those that the
@@ -160,23 +130,6 @@ impl Ledger {
         flows.charge(leaf, price * u64::from(num_tokens));
     }
 
-    /// Accounts for output tokens that a step sampled for a sequence.
-    pub(crate) fn charge_output(&mut self, key: SequenceKey, tokens: u64, now: Time) {
-        let sequence = &mut self.sequences[key.0];
-        if let Prices::Tokens { output, .. } = self.prices {
-            let units = output * tokens;
-            let prepaid = units.min(sequence.prepaid_output);
-            sequence.prepaid_output -= prepaid;
-            self.queue
-                .flows_mut()
-                .charge(sequence.leaf, units - prepaid);
-        }
-        if self.tenants.any_has_rate() {
-            let tenant = self.requests[sequence.request.0].tenant;
-            self.tenants.get_mut(tenant).use_tokens(now, tokens);
-        }
-    }
-
     /// Gives back what was charged for work that has not run.
     pub(crate) fn refund(&mut self, key: SequenceKey) {
         let sequence = &mut self.sequences[key.0];
@@ -185,6 +138,115 @@ impl Ledger {
         if units > 0 {
             let leaf = sequence.leaf;
             self.queue.flows_mut().refund(leaf, units);
+        }
+    }
+}
+
+/// Charges of a step, summed up by leaf before they are made at all levels of flows. They must be made
+/// before anybody looks at a counter: at the end of a commit, or when somebody ends.
+#[derive(Default)]
+pub(crate) struct Deferred {
+    /// By the number of the leaf.
+    units: Vec<Units>,
+    /// Leaves with units.
+    leaves: Vec<FlowKey>,
+}
+
+impl Deferred {
+    #[inline]
+    fn add(&mut self, leaf: FlowKey, units: Units) {
+        if units == 0 {
+            return;
+        }
+        if self.units.len() <= leaf.index() {
+            self.units.resize(leaf.index() + 1, 0);
+        }
+        let sum = &mut self.units[leaf.index()];
+        if *sum == 0 {
+            self.leaves.push(leaf);
+        }
+        *sum += units;
+    }
+
+    /// Makes the charges.
+    pub(crate) fn charge(&mut self, flows: &mut Flows) {
+        for leaf in self.leaves.drain(..) {
+            let units = std::mem::take(&mut self.units[leaf.index()]);
+            flows.charge(leaf, units);
+        }
+    }
+}
+
+/// Tokens that a step computed for a sequence.
+#[derive(Clone, Copy)]
+pub(crate) struct Computed {
+    pub(crate) num_tokens: u32,
+    /// Tokens of it that are computed now.
+    pub(crate) end: u32,
+    /// Its share of the step's time.
+    pub(crate) step_ns: u64,
+}
+
+impl Prices {
+    /// Accounts for tokens that a step computed for a sequence.
+    #[inline]
+    pub(crate) fn charge_computed(
+        &self,
+        sequence: &mut Sequence,
+        computed: Computed,
+        flows: &mut Flows,
+    ) {
+        let begin = sequence.num_charged_tokens;
+        if computed.end <= begin {
+            return; // computed again
+        }
+        sequence.num_charged_tokens = computed.end;
+        if begin >= sequence.num_prompt_tokens && matches!(self, Self::Tokens { .. }) {
+            return; // output is charged when it is sampled
+        }
+        self.charge_computed_from(begin, sequence, computed, flows);
+    }
+
+    fn charge_computed_from(
+        &self,
+        begin: u32,
+        sequence: &mut Sequence,
+        computed: Computed,
+        flows: &mut Flows,
+    ) {
+        let prompt = sequence.num_prompt_tokens;
+        let in_prompt = computed.end.min(prompt).saturating_sub(begin);
+        let released = sequence.release(begin, in_prompt);
+        if matches!(self, Self::Tokens { .. }) {
+            return; // what was released was the price
+        }
+        let scheduled = computed.num_tokens;
+        let new = u128::from((computed.end - begin).min(scheduled));
+        let actual = u128::from(computed.step_ns) * new / u128::from(scheduled.max(1));
+        let mut actual = actual as Units;
+        let from_output = actual.min(sequence.prepaid_output) * u64::from(in_prompt == 0);
+        sequence.prepaid_output -= from_output;
+        actual -= from_output;
+        if actual >= released {
+            flows.charge(sequence.leaf, actual - released);
+        } else {
+            flows.refund(sequence.leaf, released - actual);
+        }
+    }
+
+    /// Accounts for output tokens that a step sampled for a sequence.
+    #[inline]
+    pub(crate) fn charge_output(
+        &self,
+        sequence: &mut Sequence,
+        tokens: u64,
+        deferred: &mut Deferred,
+    ) {
+        if let Self::Tokens { output, .. } = *self {
+            let units = output * tokens;
+            let prepaid = units.min(sequence.prepaid_output);
+            sequence.prepaid_output -= prepaid;
+            deferred.add(sequence.leaf, units - prepaid);
         }
     }
 }

@@ -14,18 +14,16 @@ use std::ops::Range;
 
 use crate::config::{Limits, Vocabulary};
 use crate::error::CommitError;
+use crate::iteration::charge::Computed;
 use crate::iteration::flight::{Part, Step};
 use crate::iteration::join::leaves_together;
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::Ledger;
-use crate::iteration::sequence::Sequence;
-use crate::iteration::tally::Payer;
 use crate::iteration::tier::land_copies;
 use crate::metrics::Beat;
-use crate::output::{Event, Output, OutputBatch, TokenLogprob};
+use crate::output::{Event, TokenLogprob};
 use crate::predict::iteration_time::StepShares;
 use crate::request::{Finish, SequenceKey, Time};
-use crate::text::TextState;
 
 /// Status of a row whose step succeeded.
 pub const STATUS_OK: u8 = 0;
@@ -63,6 +61,15 @@ pub(crate) struct Commit<'a> {
     pub(crate) step: &'a Step,
     pub(crate) results: &'a StepResults,
     pub(crate) now: Time,
+    /// Who ends stays until all of its batch have.
+    pub(crate) stays: bool,
+}
+
+/// What became of a sequence.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Applied {
+    pub(crate) num_outputs: u64,
+    pub(crate) ended: bool,
 }
 
 impl Commit<'_> {
@@ -72,54 +79,86 @@ impl Commit<'_> {
         land_copies(self.ledger, self.step, self.limits.block_size());
         let shares = self.measure();
         let mut tally = std::mem::take(&mut self.lane.tally);
+        let (step, results) = (self.step, self.results);
+        let one_token_each = results.token_ids.len() == step.num_samples;
+        let are_ordinary = one_token_each && results.logprobs.is_empty();
         let mut cut = Cut::default();
+        let mut statuses = results.statuses.iter();
         let mut ended = false;
-        for position in 0..self.step.num_sequences() {
-            let part = self.step.part(position);
-            let key = part.sequence;
-            let sequence = &mut self.ledger.sequences[key.0];
-            let (samples, scores) = cut.next(part);
-            let (payer, scheduled) = (sequence.payer, part.num_tokens);
-            let before = sequence.num_computed_tokens;
-            let step_ns = if position < self.step.decodes.len() {
-                shares.decode(before + 1, samples.len())
-            } else {
-                shares.chunk(before, scheduled, samples.len())
-            };
-            let step_ns = nearest(step_ns);
-            let has_output = sequence.num_output_tokens() > 0 && !samples.is_empty();
-            let gap_us = has_output.then(|| self.now.since_us(sequence.last_output));
-            let output_before = self.ledger.counters.output_tokens;
-            if sequence.ended {
-                sequence.land(scheduled);
-                ended = true;
-            } else if sequence.has_other_tokens_than(part) {
-                sequence.land(scheduled);
-            } else if self.results.statuses[position] != STATUS_OK {
-                let request = sequence.request;
-                self.ledger
-                    .end_request(self.lane, request, Finish::RowFailed, self.now);
-                self.ledger.sequences[key.0].land(scheduled);
-                ended = true;
-            } else {
-                let (block_size, caching) =
-                    (self.limits.block_size(), self.limits.prefix_caching());
-                sequence.advance(scheduled, block_size, caching);
-                if part.num_scores > 0 {
-                    sequence.num_scored_tokens += part.num_scores;
+        for (parts, are_decodes) in [(&step.decodes, true), (&step.chunks, false)] {
+            for (part, &status) in parts.iter().zip(statuses.by_ref()) {
+                let sequence = &self.ledger.sequences[part.sequence.0];
+                let before = sequence.num_computed_tokens;
+                let step_ns = nearest(if are_decodes {
+                    shares.decode(before + 1, part.num_samples)
+                } else {
+                    shares.chunk(before, part.num_tokens, part.num_samples)
+                });
+                let payer = sequence.payer;
+                let has_output = sequence.num_output_tokens() > 0;
+                let gap_us = self.now.since_us(sequence.last_output);
+                let is_ordinary = are_ordinary && status == STATUS_OK;
+                if is_ordinary && self.go_on(part, cut.samples, step_ns) {
+                    tally.add(payer, step_ns, 1, Some(gap_us));
+                } else {
+                    let Applied {
+                        num_outputs,
+                        ended: has_ended,
+                    } = self.apply(part, status, step_ns, cut);
+                    ended |= has_ended;
+                    let gap_us = (has_output && num_outputs > 0).then_some(gap_us);
+                    tally.add(payer, step_ns, num_outputs, gap_us);
                 }
-                let end = sequence.num_computed_tokens;
-                self.ledger.charge_computed(key, end, scheduled, step_ns);
-                self.tell_scores(key, scores);
-                ended |= self.append_samples(key, samples);
+                cut.skip(part);
             }
-            let outputs = self.ledger.counters.output_tokens - output_before;
-            let gap_us = gap_us.filter(|_| outputs > 0);
-            tally.add(payer, step_ns, outputs, gap_us);
         }
         tally.settle(self.ledger);
         self.lane.tally = tally;
+        self.ledger.charge_deferred();
         Ok(ended)
+    }
+
+    /// Applies what the step did for one sequence.
+    #[inline(never)]
+    fn apply(&mut self, part: &Part, status: u8, step_ns: u64, cut: Cut) -> Applied {
+        let key = part.sequence;
+        let ledger = &mut *self.ledger;
+        let sequence = &mut ledger.sequences[key.0];
+        if sequence.ended || sequence.has_other_tokens_than(part) {
+            sequence.land(part.num_tokens);
+            return Applied {
+                ended: sequence.ended,
+                ..Applied::default()
+            };
+        }
+        if status != STATUS_OK {
+            let request = sequence.request;
+            ledger.charge_deferred();
+            ledger.end_request(self.lane, request, Finish::RowFailed, self.now);
+            ledger.sequences[key.0].land(part.num_tokens);
+            return Applied {
+                ended: true,
+                ..Applied::default()
+            };
+        }
+        let (block_size, caching) = (self.limits.block_size(), self.limits.prefix_caching());
+        sequence.advance(part.num_tokens, block_size, caching);
+        if part.num_scores > 0 {
+            sequence.num_scored_tokens += part.num_scores;
+        }
+        let computed = Computed {
+            num_tokens: part.num_tokens,
+            end: sequence.num_computed_tokens,
+            step_ns,
+        };
+        let flows = ledger.queue.flows_mut();
+        ledger.prices.charge_computed(sequence, computed, flows);
+        self.tell_scores(key, cut.scores_of(part));
+        match part.num_samples {
+            0 => Applied::default(),
+            1 => self.append(key, cut.samples),
+            _ => self.append_to_siblings(key, cut.samples_of(part)),
+        }
     }
 
     /// Measures the step's service; how its nanoseconds are shared out.
@@ -182,14 +221,19 @@ impl Commit<'_> {
     fn check_rows(&self) -> Result<(), CommitError> {
         let results = self.results;
         let vocab_size = self.limits.vocab_size();
-        let tokens_are_known = results.token_ids.iter().all(|&token| token < vocab_size);
-        if tokens_are_known && results.logprobs.is_empty() && self.step.num_scores == 0 {
+        // Counted, not looked for: without a way out of the loop several are compared at once.
+        let unknown = results
+            .token_ids
+            .iter()
+            .filter(|&&token| token >= vocab_size);
+        if unknown.count() == 0 && results.logprobs.is_empty() && self.step.num_scores == 0 {
             return Ok(());
         }
         let mut cut = Cut::default();
         for (&status, part) in results.statuses.iter().zip(self.step.parts()) {
             let sequence = &self.ledger.sequences[part.sequence.0];
-            let (samples, scores) = cut.next(part);
+            let (samples, scores) = (cut.samples_of(part), cut.scores_of(part));
+            cut.skip(part);
             if status != STATUS_OK {
                 continue;
             }
@@ -230,157 +274,40 @@ impl Commit<'_> {
             logprobs: begin..outputs.logprobs.len(),
         });
     }
-
-    /// Appends the first sample to the sequence and the others to siblings that are born by it.
-    ///
-    /// Returns whether any of them ended.
-    fn append_samples(&mut self, key: SequenceKey, samples: Range<usize>) -> bool {
-        if samples.is_empty() {
-            return false;
-        }
-        if samples.len() == 1 {
-            return self.append(key, samples.start);
-        }
-        let siblings = self.fork_siblings(key);
-        let mut ended = self.append(key, samples.start);
-        for (sibling, sample) in siblings.into_iter().zip(samples.skip(1)) {
-            ended |= self.append(sibling, sample);
-        }
-        ended
-    }
-
-    fn fork_siblings(&mut self, key: SequenceKey) -> Vec<SequenceKey> {
-        let sequence = &mut self.ledger.sequences[key.0];
-        let rows = std::mem::take(&mut sequence.sibling_rows);
-        sequence.num_unborn = 0;
-        // What was charged ahead for the output of all is shared out among them.
-        let prepaid_output = sequence.prepaid_output / (rows.len() as u64 + 1);
-        sequence.prepaid_output -= prepaid_output * rows.len() as u64;
-        let sequence = &self.ledger.sequences[key.0];
-        let request = sequence.request.0;
-        let stop = self.ledger.requests[request].request.stop.stop.clone();
-        let num_shared_blocks = sequence.num_prompt_tokens / self.limits.block_size();
-        let siblings: Vec<Sequence> = (1..)
-            .zip(rows)
-            .map(|(child, row)| Sequence {
-                prepaid_output,
-                num_shared_blocks,
-                ..sequence.fork(
-                    child,
-                    row,
-                    TextState::new(stop.clone()),
-                    self.ledger.overflow.begin(),
-                )
-            })
-            .collect();
-        let mut keys = Vec::with_capacity(siblings.len());
-        for sibling in siblings {
-            let key = SequenceKey(self.ledger.sequences.insert(sibling));
-            self.ledger.requests[request].sequences.push(key);
-            self.lane.running.enter(&self.ledger.sequences, key);
-            keys.push(key);
-        }
-        keys
-    }
-
-    /// Appends one sample to one sequence and tells its client; whether the sequence ended.
-    fn append(&mut self, key: SequenceKey, sample: usize) -> bool {
-        let sequence = &mut self.ledger.sequences[key.0];
-        let outputs = &mut self.ledger.outputs;
-        let (tokens, text) = (outputs.token_ids.len(), outputs.text.len());
-        let stop_tokens: &[u32] = if sequence.ending.has_stop_tokens {
-            let entry = &self.ledger.requests[sequence.request.0];
-            &entry.request.stop.stop_token_ids
-        } else {
-            &[]
-        };
-        let mut finish = None;
-        let sampled = &self.results.token_ids[self.results.tokens(sample)];
-        for &token in sampled {
-            finish = append_token(sequence, stop_tokens, token, self.vocabulary, outputs);
-            if finish.is_some() {
-                break;
-            }
-        }
-        let num_tokens = outputs.token_ids.len() - tokens;
-        let stays = leaves_together(self.ledger.rules.policy().join);
-        let logprobs = outputs.logprobs.len();
-        if !self.results.logprobs.is_empty() {
-            let told = &self.results.logprobs[self.results.logprobs_of(sample)];
-            // What came after the token that ended it is dropped with its log-probabilities.
-            let per_token = told.len() / sampled.len();
-            outputs
-                .logprobs
-                .extend_from_slice(&told[..num_tokens * per_token]);
-        }
-        if sequence.num_output_tokens() == num_tokens as u32 {
-            sequence.first_output = self.now;
-            let stats = &mut self.ledger.requests[sequence.request.0].request.stats;
-            if stats.first_token.is_none() {
-                stats.first_token = Some(self.now);
-                let ttft_us = self.now.since_us(stats.arrival);
-                let Payer { class, tenant } = sequence.payer;
-                self.ledger.classes[class.0 as usize]
-                    .metrics
-                    .started(ttft_us);
-                self.ledger.tenants.get_mut(tenant).metrics.started(ttft_us);
-            }
-        }
-        sequence.last_output = self.now;
-        self.ledger.counters.output_tokens += num_tokens as u64;
-        outputs.events.push(Event::Output(Output {
-            request: sequence.id,
-            child: sequence.arrival.child,
-            tokens: tokens..outputs.token_ids.len(),
-            text: text..outputs.text.len(),
-            logprobs: logprobs..outputs.logprobs.len(),
-            finish: finish.filter(|_| !stays),
-        }));
-        if stays {
-            sequence.finished = finish;
-        } else {
-            sequence.ended = finish.is_some();
-        }
-        sequence.waits_for_samples |= num_tokens > 1;
-        self.ledger.charge_output(key, num_tokens as u64, self.now);
-        let Some(finish) = finish else {
-            return false;
-        };
-        self.ledger.count_output(key);
-        self.ledger.learn_length(key);
-        self.ledger.refund(key);
-        if !stays {
-            let request = self.ledger.sequences[key.0].request;
-            self.lane.ended.push(key);
-            self.ledger.end_child(request, finish, self.now);
-        }
-        true
-    }
 }
 
-/// Cuts the samples and scores of a step into those of its parts.
-#[derive(Default)]
+/// Where a part's samples and scores begin among those of its step.
+#[derive(Clone, Copy, Default)]
 struct Cut {
     samples: usize,
     scores: usize,
 }
 
 impl Cut {
-    /// Those of the next part.
-    fn next(&mut self, part: &Part) -> (Range<usize>, Range<usize>) {
-        let (samples, scores) = (self.samples, self.scores);
+    /// Those of `part`, the next.
+    fn samples_of(self, part: &Part) -> Range<usize> {
+        self.samples..self.samples + part.num_samples as usize
+    }
+
+    fn scores_of(self, part: &Part) -> Range<usize> {
+        self.scores..self.scores + part.num_scores as usize
+    }
+
+    /// Goes on to the part after it.
+    fn skip(&mut self, part: &Part) {
         self.samples += part.num_samples as usize;
         self.scores += part.num_scores as usize;
-        (samples..self.samples, scores..self.scores)
     }
 }
 
 impl StepResults {
-    fn tokens(&self, sample: usize) -> Range<usize> {
+    /// Range of the tokens of a sample.
+    pub(crate) fn tokens(&self, sample: usize) -> Range<usize> {
         self.token_offsets[sample] as usize..self.token_offsets[sample + 1] as usize
     }
 
-    fn logprobs_of(&self, sample: usize) -> Range<usize> {
+    /// Range of the log-probabilities of a sample.
+    pub(crate) fn logprobs_of(&self, sample: usize) -> Range<usize> {
         match self.logprob_offsets.get(sample..=sample + 1) {
             Some(&[begin, end]) => begin as usize..end as usize,
             _ => 0..0,
@@ -418,9 +345,9 @@ fn check_offsets(
     least: u32,
 ) -> Result<(), CommitError> {
     let last = offsets.last().map_or(0, |&last| last as usize);
-    let rising =
-        offsets.first() == Some(&0) && offsets.windows(2).all(|pair| pair[0] + least <= pair[1]);
-    if rising && last == got {
+    let pairs = offsets.iter().zip(offsets.iter().skip(1));
+    let falling = pairs.filter(|&(&begin, &end)| begin + least > end).count();
+    if offsets.first() == Some(&0) && falling == 0 && last == got {
         return Ok(());
     }
     let expected = last.max(offsets.len() - 1);
@@ -429,54 +356,6 @@ fn check_offsets(
         got,
         expected,
     })
-}
-
-/// Appends a token to ids and text; how that ended the sequence, if it did.
-fn append_token(
-    sequence: &mut Sequence,
-    stop_tokens: &[u32],
-    token: u32,
-    vocabulary: &Vocabulary,
-    outputs: &mut OutputBatch,
-) -> Option<Finish> {
-    sequence.tokens.push(token);
-    sequence.last_token = token;
-    outputs.token_ids.push(token);
-    let stop = sequence.ending;
-    let num_output_tokens = sequence.num_output_tokens();
-    let may_stop = num_output_tokens >= stop.min_tokens;
-    let stop_token = if !may_stop {
-        None
-    } else if !stop.ignore_eos && vocabulary.eos_token_ids.contains(&token) {
-        Some(Finish::Eos)
-    } else if stop_tokens.contains(&token) {
-        Some(Finish::StopToken(token))
-    } else {
-        None
-    };
-    let hidden = stop.skip_special_tokens && vocabulary.tokens.is_special(token);
-    let shown = !hidden && (stop_token.is_none() || stop.include_stop_token_in_text);
-    let shown_text = if shown {
-        vocabulary.tokens.text(token)
-    } else {
-        Ok("")
-    };
-    // vLLM's rule: the text of the first min_tokens tokens is not searched.
-    let search = num_output_tokens > stop.min_tokens && stop_token.is_none();
-    let (text, out) = (&mut sequence.text, &mut outputs.text);
-    let stop_string = match shown_text {
-        Ok(whole) => text.push_str(whole, search, out),
-        Err(bytes) => text.push(bytes, search, out),
-    };
-    if let Some(found) = stop_string {
-        return Some(Finish::StopString(found.string_index));
-    }
-    let finish =
-        stop_token.or_else(|| (num_output_tokens >= stop.max_tokens).then_some(Finish::Length));
-    if finish.is_some() {
-        sequence.text.finish(&mut outputs.text);
-    }
-    finish
 }
 
 /// Ends those that stayed for the others of their batch, once all of it are done.

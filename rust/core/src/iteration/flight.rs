@@ -128,15 +128,6 @@ impl Step {
         computed.chain(restores.map(move |&(key, _)| (key, block_size)))
     }
 
-    /// The part at `position` of the plan.
-    #[inline]
-    pub(crate) fn part(&self, position: usize) -> &Part {
-        match position.checked_sub(self.decodes.len()) {
-            None => &self.decodes[position],
-            Some(position) => &self.chunks[position],
-        }
-    }
-
     /// Sequences in it.
     pub(crate) fn num_sequences(&self) -> usize {
         self.decodes.len() + self.chunks.len()

@@ -217,9 +217,9 @@ impl Governor {
     }
 
     /// Counts a chunk that was granted, after `before` tokens of its sequence.
-    pub(crate) fn grant(&mut self, before: u32, chunk: u32, samples: usize) {
+    pub(crate) fn grant(&mut self, before: u32, chunk: u32, samples: u32) {
         if self.costs.is_some() {
-            self.shape.add_chunk(before, chunk, samples as u32);
+            self.shape.add_chunk(before, chunk, samples);
             self.prefill_tokens += chunk;
         }
     }

@@ -10,7 +10,7 @@ use slab::Slab;
 
 use crate::config::Limits;
 use crate::config::policy::{ClassId, Rules};
-use crate::iteration::charge::Prices;
+use crate::iteration::charge::{Deferred, Prices};
 use crate::iteration::lane::Lane;
 use crate::iteration::sequence::{RequestKey, Sequence};
 use crate::metrics::{GroupMetrics, IterationMetrics, Metrics, PaceBook};
@@ -28,6 +28,7 @@ use crate::waiting::tenants::{TenantKey, Tenants};
 pub(crate) struct Ledger {
     pub(crate) rules: Rules,
     pub(crate) prices: Prices,
+    pub(crate) deferred: Deferred,
     pub(crate) door: Door,
     pub(crate) classes: Vec<Class>,
     pub(crate) tenants: Tenants,
@@ -102,6 +103,7 @@ impl Ledger {
         let rules = limits.rules().clone();
         Self {
             prices: Prices::new(rules.policy().price),
+            deferred: Deferred::default(),
             door: Door::default(),
             classes: rules
                 .policy()

@@ -6,11 +6,14 @@
 //! `chairlift.executor.StepPlan`, which mirrors this struct field by field.
 //!
 //! A plan is complete: block tables are whole in every plan, and a row's parameters travel in
-//! [`RowResets`] in the step in which a sequence takes the row.
+//! [`RowResets`] in the step in which a sequence takes the row. It is written on top of what it said before,
+//! of which block tables that still hold stay in place; so nobody else may write into its arrays, and it
+//! serves one engine.
 
 use crate::config::Limits;
 use crate::iteration::governor::MOST_COPIES;
-use crate::memory::blocks::BlockLocation;
+use crate::iteration::tables::{TableArrays, WrittenTables};
+use crate::memory::blocks::{BlockLocation, BlockTable};
 use crate::predict::iteration_time::{StepShape, pairs};
 use crate::request::MAX_RAGGED_PER_REQUEST;
 
@@ -73,6 +76,8 @@ pub struct StepPlan {
     pub block_copy_locations: Vec<[u8; 2]>,
     /// Rows that change hands in this step.
     pub resets: RowResets,
+    /// What the block tables' arrays hold.
+    pub(crate) tables: WrittenTables,
 }
 
 /// Rows that a sequence takes over in this step. `R` rows; ragged data as ranges into flat arrays.
@@ -141,6 +146,7 @@ impl StepPlan {
                 bias_values: Vec::with_capacity(4 * MAX_RAGGED_PER_REQUEST),
                 suppressed_ids: Vec::with_capacity(4 * MAX_RAGGED_PER_REQUEST),
             },
+            tables: WrittenTables::with_capacity(seqs),
         }
     }
 
@@ -190,7 +196,27 @@ impl StepPlan {
         locations.filter(|ends| ends.contains(&host)).count()
     }
 
-    /// Empties the plan for step number `step`.
+    /// Adds the block table of the step's next sequence.
+    #[inline]
+    pub(crate) fn add_table(&mut self, table: &BlockTable) {
+        let mut arrays = TableArrays {
+            block_ids: &mut self.block_ids,
+            offsets: &mut self.block_table_offsets,
+        };
+        self.tables.add(&mut arrays, table);
+    }
+
+    /// Ends the block tables of the step.
+    pub(crate) fn end_tables(&mut self) {
+        let mut arrays = TableArrays {
+            block_ids: &mut self.block_ids,
+            offsets: &mut self.block_table_offsets,
+        };
+        self.tables.end(&mut arrays);
+    }
+
+    /// Empties the plan for step number `step`, but for the block tables, which [`Self::end_tables`] brings up
+    /// to date.
     pub(crate) fn begin(&mut self, step: u64) {
         self.step = step;
         self.num_decodes = 0;
@@ -203,9 +229,7 @@ impl StepPlan {
         self.token_sources.clear();
         self.positions.clear();
         self.slot_mapping.clear();
-        self.block_table_offsets.clear();
-        self.block_table_offsets.push(0);
-        self.block_ids.clear();
+        self.tables.begin();
         self.logits_indices.clear();
         self.sample_rows.clear();
         self.sample_output_indices.clear();

@@ -22,7 +22,6 @@ use crate::iteration::preempt::{GivingWay, Lack, choose_victim, choose_victims_f
 use crate::iteration::sequence::Sequence;
 use crate::iteration::write::{
     write_chunk, write_copies, write_decodes, write_resets, write_samples, write_scores,
-    write_table,
 };
 use crate::request::{Request, SequenceKey, Time};
 use crate::waiting::forecast::Blocked;
@@ -83,6 +82,7 @@ impl Scheduler<'_> {
                 self.ledger.since_schedule.stop();
             }
             debug_assert!(self.lane.step.copies.is_empty(), "a copy is lost");
+            self.plan.end_tables();
             return false;
         }
         self.write_plan();
@@ -142,15 +142,21 @@ impl Scheduler<'_> {
                 position += 1;
                 continue;
             }
-            if sequence.has_room(block_size) {
-                self.grant_decode(key);
-                position += 1;
-                continue;
-            }
+            let decodes = sequence.num_remaining_tokens() == 1;
             let copies = &mut self.lane.new_copies;
-            if sequence.make_room(block_size, copies).is_ok() {
-                self.grant_decode(key);
-                self.keep_copies(key);
+            if sequence.has_room(block_size) || sequence.make_room(block_size, copies).is_ok() {
+                if self.lane.governor.is_governing() {
+                    let class = self.ledger.rules.class(sequence.payer.class);
+                    self.lane.governor.see(sequence, class.tpot_target_us);
+                }
+                if decodes {
+                    sequence.num_scheduled_tokens = 1;
+                    self.budget -= 1;
+                    self.lane.step.add_decode(key);
+                }
+                if !self.lane.new_copies.is_empty() {
+                    self.keep_copies(key);
+                }
                 position += 1;
                 continue;
             }
@@ -173,20 +179,6 @@ impl Scheduler<'_> {
             self.budget += preempt(self.ledger, self.lane, victim, self.limits);
             // Try the same sequence again; it moved up if an older one left.
             position -= usize::from(victim < position);
-        }
-    }
-
-    /// Gives a sequence its token if it decodes.
-    fn grant_decode(&mut self, key: SequenceKey) {
-        let sequence = &mut self.ledger.sequences[key.0];
-        if self.lane.governor.is_governing() {
-            let class = self.ledger.rules.class(sequence.payer.class);
-            self.lane.governor.see(sequence, class.tpot_target_us);
-        }
-        if sequence.num_remaining_tokens() == 1 {
-            sequence.num_scheduled_tokens = 1;
-            self.budget -= 1;
-            self.lane.step.add_decode(key);
         }
     }
 
@@ -591,30 +583,21 @@ impl Scheduler<'_> {
 
     fn write_plan(&mut self) {
         let step = &mut self.lane.step;
-        let sequences = &self.ledger.sequences;
-        let decodes = step.decodes.iter().map(|part| &sequences[part.sequence.0]);
-        let are_plain = write_decodes(self.plan, decodes, self.limits);
-        for part in &step.chunks {
-            write_chunk(self.plan, &sequences[part.sequence.0], self.limits);
+        let sequences = &mut self.ledger.sequences;
+        let are_plain = write_decodes(self.plan, &mut step.decodes, sequences, self.limits);
+        for part in &mut step.chunks {
+            let sequence = &mut sequences[part.sequence.0];
+            write_chunk(self.plan, part, sequence, self.limits);
         }
-        for part in step.parts() {
-            write_table(self.plan, &sequences[part.sequence.0]);
-        }
+        self.plan.end_tables();
         let num_plain = if are_plain { step.decodes.len() } else { 0 };
-        let parts = step.decodes.iter_mut().chain(&mut step.chunks);
-        for (at, part) in parts.enumerate() {
-            let sequence = &mut self.ledger.sequences[part.sequence.0];
-            part.num_samples = 1;
-            if at >= num_plain {
-                part.num_samples = write_samples(self.plan, at, sequence);
-                let scores = sequence.scores();
-                if !scores.is_empty() {
-                    part.num_scores = scores.len() as u32;
-                    let request = &self.ledger.requests[sequence.request.0].request;
-                    write_scores(self.plan, at, sequence, scores, &request.sampling);
-                }
+        for (at, part) in step.parts().enumerate().skip(num_plain) {
+            let sequence = &sequences[part.sequence.0];
+            write_samples(self.plan, at, part, sequence);
+            if part.num_scores > 0 {
+                let request = &self.ledger.requests[sequence.request.0].request;
+                write_scores(self.plan, at, part, sequence, &request.sampling);
             }
-            sequence.launch();
         }
         let num_tokens = self.plan.token_ids.len();
         self.plan.token_sources.resize(num_tokens, SOURCE_ID);

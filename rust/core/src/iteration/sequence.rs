@@ -66,6 +66,11 @@ impl Ending {
             include_stop_token_in_text: stop.include_stop_token_in_text,
         }
     }
+
+    /// Whether there are tokens that end it.
+    pub(crate) fn stops_at_tokens(self) -> bool {
+        self.has_stop_tokens || !self.ignore_eos
+    }
 }
 
 /// Laid out so that a step of a decode touches its first four cache lines and no other, and planning it
@@ -109,6 +114,8 @@ pub(crate) struct Sequence {
     pub(crate) may_share_last_block: bool,
     /// A step has sampled several tokens of it, so it is not known what a step ahead would compute.
     pub(crate) waits_for_samples: bool,
+    /// Runs ahead of a head that did not fit when it joined, on the promise to be out of its way in time.
+    pub(crate) is_guest: bool,
 
     pub(crate) text: TextState,
     pub(crate) ending: Ending,
@@ -149,8 +156,6 @@ pub(crate) struct Sequence {
     pub(crate) num_scored_tokens: u32,
     /// Its life since it took memory.
     pub(crate) life: Option<Life>,
-    /// Runs ahead of a head that did not fit when it joined, on the promise to be out of its way in time.
-    pub(crate) is_guest: bool,
 }
 
 /// What a sequence begins with.
@@ -253,11 +258,6 @@ impl Sequence {
         self.num_expected_tokens() - self.num_planned_tokens()
     }
 
-    /// Index of the output that it has next, then.
-    pub(crate) fn next_output_index(&self) -> u32 {
-        self.num_expected_tokens() - self.num_prompt_tokens
-    }
-
     /// Whether steps of it are in flight.
     pub(crate) fn is_in_flight(&self) -> bool {
         self.num_in_flight_tokens > 0
@@ -277,6 +277,25 @@ impl Sequence {
             && !(samples && (ends_by_length || self.num_unborn > 0))
     }
 
+    /// Appends a sampled token.
+    pub(crate) fn push(&mut self, token: u32) {
+        self.tokens.push(token);
+        self.last_token = token;
+    }
+
+    /// Whether it goes on after a step, with one token more and nothing else to tell: if the token does not
+    /// end it by itself. It has output already and is not at its end, and its text is sent as it comes.
+    pub(crate) fn goes_on_after(&self, part: &Part) -> bool {
+        let num_output_tokens = self.num_output_tokens();
+        part.num_samples == 1
+            && part.num_scores == 0
+            && !self.ended
+            && !self.has_other_tokens_than(part)
+            && num_output_tokens > 0
+            && num_output_tokens + 1 < self.ending.max_tokens
+            && self.text.is_plain()
+    }
+
     /// Whether it runs by leave of a head that does not fit since step `since`.
     pub(crate) fn is_guest_since(&self, since: u64) -> bool {
         self.is_guest && self.joined_at_step >= since
@@ -289,15 +308,15 @@ impl Sequence {
         is_last != (part.num_samples > 0)
     }
 
-    /// Whether the scheduled tokens are the last before the next sample.
+    /// Whether the scheduled tokens, of which there is one at least, are the last before the next sample.
     pub(crate) fn completes(&self) -> bool {
-        self.num_planned_tokens() + self.num_scheduled_tokens == self.num_expected_tokens()
+        self.num_planned_tokens() + self.num_scheduled_tokens >= self.num_tokens()
     }
 
     /// Samples that its scheduled tokens lead to.
-    pub(crate) fn num_samples(&self) -> usize {
+    pub(crate) fn num_samples(&self) -> u32 {
         if self.completes() {
-            1 + self.num_unborn as usize
+            1 + self.num_unborn
         } else {
             0
         }

@@ -61,6 +61,7 @@ impl Tally {
     pub(crate) fn settle(&mut self, ledger: &mut Ledger) {
         let mut known = (0, bucket(&ITERATION_BOUNDS_US, 0));
         for run in self.runs.drain(..) {
+            ledger.counters.output_tokens += run.outputs;
             if run.gap_us != known.0 {
                 known = (run.gap_us, bucket(&ITERATION_BOUNDS_US, run.gap_us));
             }

@@ -1,11 +1,13 @@
 //! Writing a decision into the plan: what each sequence of a step adds to its arrays.
 
-use std::ops::Range;
+use slab::Slab;
 
 use crate::config::Limits;
+use crate::iteration::flight::Part;
 use crate::iteration::plan::{SOURCE_ID, SOURCE_LAST_SAMPLED, StepPlan};
 use crate::iteration::rows::Row;
 use crate::iteration::sequence::Sequence;
+use crate::iteration::tables::TableArrays;
 use crate::memory::blocks::{BlockCopy, CopyKind};
 use crate::request::{Request, SamplingParams};
 
@@ -78,11 +80,13 @@ pub(crate) fn write_resets(plan: &mut StepPlan, request: &Request, sequence: &Se
     }
 }
 
-/// Writes the decodes, which come first. They have one token each, so an array is filled for all of them
-/// at once: also with what is sampled, if each leads to one sample and scores nothing. Says whether so.
-pub(crate) fn write_decodes<'a>(
+/// Writes the decodes, which come first, and launches them. They have one token each, so an array is
+/// filled for all of them at once: also with what is sampled, if each leads to one sample and scores
+/// nothing. Says whether so.
+pub(crate) fn write_decodes(
     plan: &mut StepPlan,
-    decodes: impl ExactSizeIterator<Item = &'a Sequence>,
+    decodes: &mut [Part],
+    sequences: &mut Slab<Sequence>,
     limits: &Limits,
 ) -> bool {
     let count = decodes.len();
@@ -96,17 +100,24 @@ pub(crate) fn write_decodes<'a>(
     let places = plan.rows.iter_mut().zip(&mut plan.seq_lens);
     let places = places.zip(plan.token_ids.iter_mut().zip(&mut plan.slot_mapping));
     let places = places.zip(&mut plan.sample_output_indices);
+    let mut tables = TableArrays {
+        block_ids: &mut plan.block_ids,
+        offsets: &mut plan.block_table_offsets,
+    };
     let mut are_plain = true;
-    for (at, (sequence, place)) in decodes.zip(places).enumerate() {
+    for (at, (part, place)) in decodes.iter_mut().zip(places).enumerate() {
         let (((row, seq_len), (token, slot)), output_index) = place;
+        let sequence = &mut sequences[part.sequence.0];
         debug_assert_eq!(sequence.num_scheduled_tokens, 1);
         let position = sequence.num_planned_tokens();
         *row = row_of(sequence);
         *seq_len = position as i32 + 1;
         *token = token_of(sequence, position, at, &mut plan.token_sources);
         *slot = slot_of(sequence, position, block_size);
-        *output_index = sequence.next_output_index() as i32;
-        are_plain &= sequence.num_samples() == 1 && sequence.scores().is_empty();
+        *output_index = output_index_after(*seq_len, sequence);
+        plan.tables.add(&mut tables, &sequence.table);
+        launch(part, sequence);
+        are_plain &= part.num_samples == 1 && part.num_scores == 0;
     }
     let last = plan.seq_lens.iter().map(|&seq_len| seq_len - 1);
     plan.positions.extend(last);
@@ -120,8 +131,13 @@ pub(crate) fn write_decodes<'a>(
     are_plain
 }
 
-/// Writes the tokens of a prefill chunk.
-pub(crate) fn write_chunk(plan: &mut StepPlan, sequence: &Sequence, limits: &Limits) {
+/// Writes the tokens of a prefill chunk and launches it.
+pub(crate) fn write_chunk(
+    plan: &mut StepPlan,
+    part: &mut Part,
+    sequence: &mut Sequence,
+    limits: &Limits,
+) {
     let begin = sequence.num_planned_tokens();
     let end = begin + sequence.num_scheduled_tokens;
     plan.rows.push(row_of(sequence));
@@ -135,6 +151,15 @@ pub(crate) fn write_chunk(plan: &mut StepPlan, sequence: &Sequence, limits: &Lim
         plan.slot_mapping.push(slot);
     }
     plan.query_start_loc.push(plan.token_ids.len() as i32);
+    plan.add_table(&sequence.table);
+    launch(part, sequence);
+}
+
+/// Hands the scheduled tokens of a sequence over to the executor; its part says what they lead to.
+fn launch(part: &mut Part, sequence: &mut Sequence) {
+    part.num_samples = sequence.num_samples();
+    part.num_scores = sequence.scores().len() as u32;
+    sequence.launch();
 }
 
 fn row_of(sequence: &Sequence) -> i32 {
@@ -164,27 +189,23 @@ fn slot_of(sequence: &Sequence, position: u32, block_size: u32) -> i64 {
     i64::from(block.as_i32()) * i64::from(block_size) + i64::from(position % block_size)
 }
 
-/// Asks for the samples of the sequence at `at`, if its scheduled tokens lead to any; returns how many.
-pub(crate) fn write_samples(plan: &mut StepPlan, at: usize, sequence: &Sequence) -> u32 {
-    let mut num_samples = 0;
-    if sequence.completes() {
-        let last = plan.query_start_loc[at + 1] - 1;
-        let output_index = sequence.next_output_index() as i32;
-        for row in sequence.row.iter().chain(&sequence.sibling_rows) {
-            plan.logits_indices.push(last);
-            plan.sample_rows.push(row.as_i32());
-            plan.sample_output_indices.push(output_index);
-            num_samples += 1;
-        }
-    }
-    num_samples
+/// Index of the output that is sampled after the first `seq_len` tokens.
+fn output_index_after(seq_len: i32, sequence: &Sequence) -> i32 {
+    seq_len - sequence.num_prompt_tokens as i32
 }
 
-/// Writes the sequence's block table.
-pub(crate) fn write_table(plan: &mut StepPlan, sequence: &Sequence) {
-    let blocks = sequence.table.blocks().iter();
-    plan.block_ids.extend(blocks.map(|block| block.as_i32()));
-    plan.block_table_offsets.push(plan.block_ids.len() as i32);
+/// Asks for the samples that the tokens of a launched sequence lead to, which is at `at` in the plan.
+pub(crate) fn write_samples(plan: &mut StepPlan, at: usize, part: &Part, sequence: &Sequence) {
+    if part.num_samples == 0 {
+        return;
+    }
+    let last = plan.query_start_loc[at + 1] - 1;
+    let output_index = output_index_after(plan.seq_lens[at], sequence);
+    for row in sequence.row.iter().chain(&sequence.sibling_rows) {
+        plan.logits_indices.push(last);
+        plan.sample_rows.push(row.as_i32());
+        plan.sample_output_indices.push(output_index);
+    }
 }
 
 /// Writes the copies: those to the host first, since their blocks may be written by others.
@@ -203,20 +224,23 @@ pub(crate) fn write_copies<'a>(
     }
 }
 
-/// Asks for the log-probabilities of the prompt tokens after those at `positions` of the sequence at `at`.
+/// Asks for the log-probabilities of the prompt tokens that the launched sequence at `at` scores: those
+/// after the last of its tokens that have a successor to score.
 pub(crate) fn write_scores(
     plan: &mut StepPlan,
     at: usize,
+    part: &Part,
     sequence: &Sequence,
-    positions: Range<u32>,
     sampling: &SamplingParams,
 ) {
-    let first = plan.query_start_loc[at] as u32;
+    let seq_len = plan.seq_lens[at] as u32;
+    let end_of_query = plan.query_start_loc[at + 1] as u32;
     let num_best = sampling.prompt_logprobs.unwrap_or(0) as i32;
-    for position in positions {
-        let index = first + position - sequence.num_planned_tokens();
+    let end = seq_len.min(sequence.num_tokens_to_score);
+    for position in end - part.num_scores..end {
         let next = sequence.tokens[position as usize + 1];
-        plan.score_indices.push(index as i32);
+        plan.score_indices
+            .push((end_of_query - (seq_len - position)) as i32);
         plan.score_token_ids.push(next as i32);
         plan.score_num_best.push(num_best);
     }

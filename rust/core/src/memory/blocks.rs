@@ -92,9 +92,17 @@ struct Tiers {
     host: Pool,
     /// Blocks that may still be copied to the host when they are evicted.
     offloads_left: u32,
+    /// The last that a table got.
+    last_stamp: u64,
 }
 
 impl Tiers {
+    /// A number that no table has had.
+    fn stamp(&mut self) -> u64 {
+        self.last_stamp += 1;
+        self.last_stamp
+    }
+
     fn of(&mut self, location: BlockLocation) -> &mut Pool {
         match location {
             BlockLocation::Device => &mut self.device,
@@ -125,6 +133,7 @@ impl BlockPool {
             device: Pool::new(num_blocks),
             host: Pool::new(num_host_blocks),
             offloads_left: 0,
+            last_stamp: 0,
         })))
     }
 

@@ -7,7 +7,7 @@
 //! little-endian).
 
 use bytemuck::cast_slice;
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use crate::iteration::plan::{RowResets, StepPlan};
 use crate::output::{Event, Output, OutputBatch};
@@ -55,7 +55,7 @@ impl PlanDigest {
         for (at, (_, bytes)) in arrays(plan).into_iter().enumerate() {
             if !bytes.is_empty() {
                 self.present |= 1 << at;
-                self.digests.push(xxh3_64(bytes).to_le_bytes());
+                self.digests.push(XxHash3_64::oneshot(bytes).to_le_bytes());
             }
         }
     }
@@ -134,6 +134,7 @@ fn arrays(plan: &StepPlan) -> [(&'static str, &[u8]); FIELDS] {
         block_copies,
         block_copy_locations,
         resets,
+        tables: _,
     } = plan;
     let RowResets {
         rows: reset_rows,
@@ -186,8 +187,8 @@ const K3: u64 = 0x94d0_49bb_1331_11eb;
 
 /// Digests a batch of outputs, but for the values of log-probabilities, which no log has.
 pub(crate) fn digest_outputs(batch: &OutputBatch, scratch: &mut Vec<u8>) -> u64 {
-    let mut state = xxh3_64(cast_slice(&batch.token_ids));
-    state ^= xxh3_64(batch.text.as_bytes()).rotate_left(1);
+    let mut state = XxHash3_64::oneshot(cast_slice(&batch.token_ids));
+    state ^= XxHash3_64::oneshot(batch.text.as_bytes()).rotate_left(1);
     for event in &batch.events {
         let word = match event {
             Event::Output(output) if is_common(event) => digest_output(output),
@@ -195,7 +196,7 @@ pub(crate) fn digest_outputs(batch: &OutputBatch, scratch: &mut Vec<u8>) -> u64 
                 scratch.clear();
                 let bytes = postcard::to_extend(rare, std::mem::take(scratch));
                 *scratch = bytes.expect("a vector takes everything");
-                xxh3_64(scratch)
+                XxHash3_64::oneshot(scratch)
             }
         };
         state = (state ^ word).wrapping_mul(K1).rotate_left(23);

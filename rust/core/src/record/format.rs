@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use crate::Vocabulary;
 use crate::config::Settings;
@@ -187,7 +187,7 @@ fn layout() -> u64 {
         deadline: None,
     };
     let sample = (Settings::default(), request, Ticket::new(RequestId(1)));
-    xxh3_64(&postcard::to_stdvec(&sample).expect("a vector takes everything"))
+    XxHash3_64::oneshot(&postcard::to_stdvec(&sample).expect("a vector takes everything"))
 }
 
 /// Content, and what comes after it.

@@ -9,7 +9,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use serde::Serialize;
-use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+use twox_hash::XxHash3_64;
 
 use crate::config::Settings;
 use crate::iteration::plan::StepPlan;
@@ -164,10 +164,10 @@ impl Measures {
             return Vec::new();
         }
         let salt = request.cache_salt.as_deref().unwrap_or_default();
-        let mut parent = xxh3_64(salt.as_bytes());
+        let mut parent = XxHash3_64::oneshot(salt.as_bytes());
         let blocks = request.prompt.chunks_exact(block_size as usize);
         let names = blocks.map(|block| {
-            parent = xxh3_64_with_seed(bytemuck::cast_slice(block), parent);
+            parent = XxHash3_64::oneshot_with_seed(parent, bytemuck::cast_slice(block));
             let next = self.names.len() as u32;
             *self.names.entry(parent).or_insert(next)
         });

@@ -192,8 +192,8 @@ impl<'a> Clients<'a> {
             let tokens = (plan.query_start_loc[at + 1] - plan.query_start_loc[at]) as u32;
             let end = plan.seq_lens[at] as u32;
             // One answer each, in the plan's order.
-            let samples = usize::from(plan.sample_rows.get(sampled) == Some(&row));
-            sampled += samples;
+            let samples = u32::from(plan.sample_rows.get(sampled) == Some(&row));
+            sampled += samples as usize;
             let us = if at < plan.num_decodes {
                 shares.decode(end, samples)
             } else {

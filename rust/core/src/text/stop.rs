@@ -257,6 +257,11 @@ impl StopSearch {
         }
     }
 
+    /// Whether there is anything to search for.
+    pub(super) fn has_stops(&self) -> bool {
+        self.stops.is_some()
+    }
+
     /// Searches `text` and appends to `out` what can no longer be part of a stop string.
     pub(super) fn deliver(
         &mut self,

@@ -103,6 +103,14 @@ impl TokenTable {
         }
     }
 
+    /// The token's text, if it is whole characters and no control token.
+    #[inline]
+    pub fn plain_text(&self, token: u32) -> Option<&str> {
+        let token = self.tokens.get(token as usize)?;
+        let is_plain = token.is_text && !token.is_special;
+        is_plain.then(|| &self.text[token.begin as usize..token.end as usize])
+    }
+
     /// The token's bytes; none for an id beyond the table, as for an id without a token.
     pub fn bytes(&self, token: u32) -> &[u8] {
         self.text(token).map_or_else(|bytes| bytes, str::as_bytes)

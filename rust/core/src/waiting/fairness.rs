@@ -24,6 +24,13 @@ use crate::waiting::order::{OrderKey, OrderTree, Units};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FlowKey(u32);
 
+impl FlowKey {
+    /// Its number; those of flows that are gone are used again.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
 /// Counters are lowered when one goes above this, which takes years.
 const REBASE_ABOVE: u64 = 1 << 63;
 /// What the least counter is lowered to: more than anything that can still be refunded.

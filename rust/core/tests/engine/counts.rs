@@ -1,10 +1,13 @@
 //! What is counted by class and tenant, and the engine as a picture.
 
+use std::sync::Arc;
+
 use chairlift_core::config::Settings;
 use chairlift_core::config::policy::{ClassSettings, Policy, TenantSettings};
 use chairlift_core::error::{REJECTION_CODES, SubmitError};
 use chairlift_core::metrics::{GroupMetrics, ITERATION_BOUNDS_US, bucket};
 use chairlift_core::request::RequestId;
+use chairlift_core::text::{StopStrings, StopText};
 
 use super::harness::{Harness, exact, runs_ahead, ticket, ticket_for};
 use super::scenarios::settings;
@@ -38,6 +41,32 @@ fn tenant(harness: &Harness, name: &str) -> GroupMetrics {
     *all.find(|&(tenant, _)| tenant == name)
         .expect("the tenant")
         .1
+}
+
+/// Ordinary samples have a short way through commit. With a stop string to look for, all take the long one.
+#[test]
+fn both_ways_through_commit_count_the_same() {
+    let never = StopStrings::new(&["\u{1}"], StopText::Excluded).expect("a stop string");
+    let [short, long] = [None, Some(Arc::new(never))].map(|stop| {
+        let mut harness = engine();
+        for id in 0..12 {
+            let mut new = exact(id, 3 + id as u32 % 5, 2 + id as u32 % 7, 1_000);
+            new.stop.ignore_eos = id % 2 == 0;
+            new.stop.stop.clone_from(&stop);
+            let class = ["chat", "bulk"][id as usize / 3 % 2];
+            harness.submit_for(["ann", "bob", "eve"][id as usize % 3], class, new);
+        }
+        let mut served: Vec<u64> = Vec::new();
+        while harness.step() {
+            served.extend(harness.engine.shares().map(|share| share.served));
+        }
+        let classes = ["chat", "bulk"].map(|name| class(&harness, name));
+        let tenants = ["ann", "bob", "eve"].map(|name| tenant(&harness, name));
+        (harness.engine.metrics(), classes, tenants, served)
+    });
+    assert_eq!(short, long);
+    let (metrics, .., served) = short;
+    assert!(metrics.output_tokens > 24 && served.iter().any(|&served| served > 0));
 }
 
 #[test]

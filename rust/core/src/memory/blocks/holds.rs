@@ -7,20 +7,29 @@ use super::{BlockHash, BlockId, BlockLocation, BlockPlace, BlockPool, OutOfBlock
 pub struct BlockTable {
     pool: BlockPool,
     blocks: Vec<BlockId>,
+    stamp: u64,
 }
 
 impl BlockTable {
     /// An empty table on `pool`.
     pub(super) fn new(pool: BlockPool) -> Self {
+        let stamp = pool.0.borrow_mut().stamp();
         Self {
             pool,
             blocks: Vec::new(),
+            stamp,
         }
     }
 
     /// The blocks, in order of position.
     pub fn blocks(&self) -> &[BlockId] {
         &self.blocks
+    }
+
+    /// Tells what it has: a table that bears the same stamp again has the same blocks, and perhaps more
+    /// behind them. No two tables of a pool ever bear the same.
+    pub fn stamp(&self) -> u64 {
+        self.stamp
     }
 
     /// Makes room for `capacity` blocks, so that growing to it allocates nothing.
@@ -75,15 +84,16 @@ impl BlockTable {
     /// A second table on the same blocks, with room for as many.
     #[must_use]
     pub fn fork(&self) -> BlockTable {
-        let device = &mut self.pool.0.borrow_mut().device;
+        let mut tiers = self.pool.0.borrow_mut();
         for &block in &self.blocks {
-            device.hold(block, |block| &mut block.tables);
+            tiers.device.hold(block, |block| &mut block.tables);
         }
         let mut blocks = Vec::with_capacity(self.blocks.capacity());
         blocks.extend_from_slice(&self.blocks);
         BlockTable {
             pool: self.pool.clone(),
             blocks,
+            stamp: tiers.stamp(),
         }
     }
 
@@ -109,6 +119,7 @@ impl BlockTable {
         if let Some(entry) = shared {
             let destination = take(&mut tiers, &self.pool, copies).ok_or(OutOfBlocks)?;
             let source = std::mem::replace(entry, destination);
+            self.stamp = tiers.stamp();
             copies.push(BlockCopy::new(
                 &mut tiers,
                 &self.pool,
@@ -154,10 +165,11 @@ impl BlockTable {
 
     /// Gives all blocks back, tail first.
     pub fn release(&mut self) {
-        let device = &mut self.pool.0.borrow_mut().device;
+        let mut tiers = self.pool.0.borrow_mut();
         for block in self.blocks.drain(..).rev() {
-            device.let_go(block, |block| &mut block.tables);
+            tiers.device.let_go(block, |block| &mut block.tables);
         }
+        self.stamp = tiers.stamp();
     }
 }
 

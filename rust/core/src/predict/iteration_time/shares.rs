@@ -46,14 +46,14 @@ impl StepShares {
     }
 
     /// Of a sequence with one token, that has a context of `context` tokens with it.
-    pub fn decode(&self, context: u32, samples: usize) -> f64 {
-        let own = self.context * f64::from(context) + self.sample * samples as f64;
+    pub fn decode(&self, context: u32, samples: u32) -> f64 {
+        let own = self.context * f64::from(context) + self.sample * f64::from(samples);
         self.sequence + self.token + own
     }
 
     /// Of a prefill chunk after `before` tokens.
-    pub fn chunk(&self, before: u32, chunk: u32, samples: usize) -> f64 {
-        let own = self.pair * pairs(before, chunk) + self.sample * samples as f64;
+    pub fn chunk(&self, before: u32, chunk: u32, samples: u32) -> f64 {
+        let own = self.pair * pairs(before, chunk) + self.sample * f64::from(samples);
         self.sequence + self.token * f64::from(chunk) + own
     }
 }
