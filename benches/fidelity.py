@@ -20,6 +20,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,12 +70,13 @@ class Latencies:
 async def serve(engine: AsyncEngine, workload: Workload, seed: int) -> Latencies:
     """Send the requests at their times; what the engine says of each."""
     rng = random.Random(seed)
+    vocabulary = range(2, engine.tokenizer.vocab_size)
     start = time.perf_counter()
     over = 0
 
     async def one(at: int) -> tuple[float, float, float]:
         nonlocal over
-        prompt = [rng.randrange(100, 29_999) for _ in range(workload.input_tokens[at])]
+        prompt = rng.choices(vocabulary, k=workload.input_tokens[at])
         length = int(workload.output_tokens[at])
         params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
         await asyncio.sleep(max(0.0, start + workload.arrival_s[at] - time.perf_counter()))
@@ -108,6 +110,8 @@ async def live(bench: Bench, args: argparse.Namespace) -> list[Served]:
     """Serve at each rate in turn, on one engine, each time after other requests to learn from."""
     settings = bench.settings(PolicyConfig(), bench.trace.at_once())
     engine = AsyncEngine(
+        args.model,
+        executor=args.executor,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -179,12 +183,14 @@ def judge(off: float, aim: float | None) -> tuple[str, bool]:
     return f"  aim {aim:.0%}: {'holds' if is_met else 'missed'}", is_met
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Serve and simulate."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="gzip CSV")
+    parser.add_argument("--model", help="as of chairlift generate")
+    parser.add_argument("--executor", help="as of chairlift generate")
     parser.add_argument("--divide", type=int, default=8, metavar="N", help="divide lengths")
     parser.add_argument("--lessons", type=int, default=150, metavar="N", help="to learn from")
     parser.add_argument("--requests", type=int, default=300, metavar="N", help="to measure")
@@ -193,7 +199,7 @@ def main() -> int:
     )
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="of each rate")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     trace = read_trace(args.trace).first(args.lessons + args.requests).divided(args.divide)
     cost, num_kv_blocks = PROFILES["gpu-8b"]  # for the limits; memory does not bind here
     bench = Bench(

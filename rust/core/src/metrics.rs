@@ -51,8 +51,12 @@ pub struct Metrics {
     pub cached_tokens: u64,
     /// Sequences preempted.
     pub preemptions: u64,
-    /// Tokens that were computed, lost in a preemption, and had to be computed again.
+    /// Tokens that were computed, lost in a preemption, and scheduled to be computed again.
     pub recomputed_tokens: u64,
+    /// Blocks copied to the host when they were evicted.
+    pub offloaded_blocks: u64,
+    /// Tokens whose K and V were copied from the host instead of computed.
+    pub restored_tokens: u64,
     /// Sequences admitted ahead of the first of the queue, which did not fit.
     pub backfilled: u64,
     /// Times that the promised start of the first of the queue was put off, because sequences ran longer
@@ -78,6 +82,12 @@ pub struct Metrics {
     pub used_blocks: u64,
     /// Gauge: blocks with findable content that nobody uses.
     pub cached_blocks: u64,
+    /// Gauge: blocks on the host that hold nothing.
+    pub host_free_blocks: u64,
+    /// Gauge: blocks on the host that are being copied.
+    pub host_used_blocks: u64,
+    /// Gauge: blocks on the host with findable content.
+    pub host_cached_blocks: u64,
     /// Rejections by reason; their sum is `rejected`.
     pub rejections: Rejections,
 }
@@ -162,9 +172,18 @@ impl IterationMetrics {
 ///
 /// Conservation holds at every moment: `accepted` = `finished` + `failed` + `aborted` + `expired` +
 /// `shed` + `displaced` + `live`.
+///
+/// Laid out so that what each step counts for each of its sequences is side by side.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[repr(C)]
 pub struct GroupMetrics {
+    /// Output tokens committed.
+    pub output_tokens: u64,
+    /// Nanoseconds of iterations, shared out as device time is priced.
+    pub device_ns: u64,
+    /// Each gap between outputs of a sequence, by [`ITERATION_BOUNDS_US`].
+    pub itl: Histogram,
     /// Requests let into the waiting queue.
     pub accepted: u64,
     /// Requests rejected at the door or at submission.
@@ -195,10 +214,6 @@ pub struct GroupMetrics {
     pub prompt_tokens: u64,
     /// Those of them that the prefix cache had.
     pub cached_tokens: u64,
-    /// Output tokens committed.
-    pub output_tokens: u64,
-    /// Nanoseconds of iterations, shared out as device time is priced.
-    pub device_ns: u64,
     /// Submission to first in a plan, by [`TIME_BOUNDS_US`].
     pub queue_time: Histogram,
     /// What the gate predicted it to be at submission, where it could, by [`TIME_BOUNDS_US`].
@@ -207,8 +222,6 @@ pub struct GroupMetrics {
     pub queue_time_error: Histogram,
     /// Submission to first output token, by [`TIME_BOUNDS_US`].
     pub ttft: Histogram,
-    /// Each gap between outputs of a sequence, by [`ITERATION_BOUNDS_US`].
-    pub itl: Histogram,
     /// Mean gap between the output tokens of a request's answers, of those with two at least, by
     /// [`TIME_BOUNDS_US`].
     pub tpot: Histogram,

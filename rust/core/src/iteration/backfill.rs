@@ -241,7 +241,10 @@ impl Scheduler<'_> {
         if let Some(leaf) = is_first {
             self.ledger.queue.left(leaf, true);
         }
-        self.ledger.sequences[key.0].is_guest = is_easy;
+        if is_easy {
+            let sequence = &mut self.ledger.sequences[key.0];
+            self.lane.running.make_guest(sequence);
+        }
         self.ledger.counters.backfilled += 1;
         state.is_current = false;
         self.start_newcomer(next, key, chunk, handed);

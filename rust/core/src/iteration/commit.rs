@@ -19,7 +19,8 @@ use crate::iteration::join::leaves_together;
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::Ledger;
 use crate::iteration::sequence::Sequence;
-use crate::iteration::tally::{Payer, Tally};
+use crate::iteration::tally::Payer;
+use crate::iteration::tier::land_copies;
 use crate::metrics::Beat;
 use crate::output::{Event, Output, OutputBatch, TokenLogprob};
 use crate::predict::iteration_time::StepShares;
@@ -68,9 +69,9 @@ impl Commit<'_> {
     /// Applies the results, or refuses them; whether a sequence of the step has ended.
     pub(crate) fn run(mut self) -> Result<bool, CommitError> {
         self.check()?;
+        land_copies(self.ledger, self.step, self.limits.block_size());
         let shares = self.measure();
-        let first = self.step.parts().next().expect("no step is empty");
-        let mut tally = Tally::new(self.ledger.sequences[first.sequence.0].payer);
+        let mut tally = std::mem::take(&mut self.lane.tally);
         let mut cut = Cut::default();
         let mut ended = false;
         for position in 0..self.step.num_sequences() {
@@ -114,9 +115,10 @@ impl Commit<'_> {
             }
             let outputs = self.ledger.counters.output_tokens - output_before;
             let gap_us = gap_us.filter(|_| outputs > 0);
-            tally.add(self.ledger, payer, step_ns, outputs, gap_us);
+            tally.add(payer, step_ns, outputs, gap_us);
         }
-        tally.flush(self.ledger);
+        tally.settle(self.ledger);
+        self.lane.tally = tally;
         Ok(ended)
     }
 
@@ -275,7 +277,7 @@ impl Commit<'_> {
         for sibling in siblings {
             let key = SequenceKey(self.ledger.sequences.insert(sibling));
             self.ledger.requests[request].sequences.push(key);
-            self.ledger.enter_running(&mut self.lane.running, key);
+            self.lane.running.enter(&self.ledger.sequences, key);
             keys.push(key);
         }
         keys
@@ -349,6 +351,7 @@ impl Commit<'_> {
         self.ledger.refund(key);
         if !stays {
             let request = self.ledger.sequences[key.0].request;
+            self.lane.ended.push(key);
             self.ledger.end_child(request, finish, self.now);
         }
         true
@@ -477,7 +480,7 @@ fn append_token(
 }
 
 /// Ends those that stayed for the others of their batch, once all of it are done.
-pub(crate) fn leave_together(ledger: &mut Ledger, lane: &Lane, now: Time) {
+pub(crate) fn leave_together(ledger: &mut Ledger, lane: &mut Lane, now: Time) {
     let stays = |ledger: &Ledger, key: SequenceKey| {
         let sequence = &ledger.sequences[key.0];
         sequence.finished.filter(|_| !sequence.ended)
@@ -487,10 +490,11 @@ pub(crate) fn leave_together(ledger: &mut Ledger, lane: &Lane, now: Time) {
     if !leaves_together(ledger.rules.policy().join) || !lane.running.iter().all(is_done) {
         return;
     }
-    for &key in &lane.running {
+    for &key in lane.running.iter() {
         if let Some(finish) = stays(ledger, key) {
             let sequence = &mut ledger.sequences[key.0];
             sequence.ended = true;
+            lane.ended.push(key);
             let (request, child) = (sequence.request, sequence.arrival.child);
             ledger.tell_finish(request, child, ledger.outputs.text.len(), finish);
             ledger.end_child(request, finish, now);
@@ -498,14 +502,17 @@ pub(crate) fn leave_together(ledger: &mut Ledger, lane: &Lane, now: Time) {
     }
 }
 
-/// Takes everyone who ended, and is in no step in flight, out of the running set and frees what they hold.
+/// Takes everyone who ended, and is in no step in flight, out of the running set and frees what they hold:
+/// the oldest first.
 pub(crate) fn remove_ended(ledger: &mut Ledger, lane: &mut Lane) {
-    lane.running.retain(|&key| {
-        let sequence = &ledger.sequences[key.0];
-        let leaves = sequence.ended && !sequence.is_in_flight();
-        if leaves {
+    lane.ended
+        .sort_unstable_by_key(|key| ledger.sequences[key.0].arrival);
+    lane.ended.retain(|&key| {
+        let stays = ledger.sequences[key.0].is_in_flight();
+        if !stays {
+            lane.running.leave(&ledger.sequences, key);
             ledger.discard(key);
         }
-        !leaves
+        stays
     });
 }

@@ -172,7 +172,7 @@ impl Scheduler<'_> {
         giving_way: GivingWay,
     ) -> u32 {
         let (mut promised, mut free) = (0, self.lane.pool.available());
-        for key in &self.lane.running {
+        for key in self.lane.running.iter() {
             let sequence = &self.ledger.sequences[key.0];
             if giving_way.has(sequence) {
                 free += sequence.table.blocks().len() as u32 - sequence.num_shared_blocks;
@@ -229,7 +229,7 @@ impl Scheduler<'_> {
         foresight.peak.clear();
         let quantile = self.ledger.overflow.quantile();
         let mut freed_blocks = 0;
-        for key in &self.lane.running {
+        for key in self.lane.running.iter() {
             let sequence = &self.ledger.sequences[key.0];
             if sequence.finished.is_some() {
                 continue;

@@ -15,7 +15,7 @@
 use std::collections::VecDeque;
 
 use crate::config::Limits;
-use crate::memory::blocks::BlockCopy;
+use crate::memory::blocks::{BlockCopy, CopyKind};
 use crate::predict::iteration_time::StepShape;
 use crate::request::{SequenceKey, Time};
 
@@ -25,6 +25,8 @@ pub(crate) struct Part {
     pub(crate) sequence: SequenceKey,
     /// Tokens that are computed.
     pub(crate) num_tokens: u32,
+    /// Tokens that are left to compute before its next output.
+    pub(crate) num_left_tokens: u32,
     /// Samples that those lead to.
     pub(crate) num_samples: u32,
     /// Prompt tokens that are scored.
@@ -56,7 +58,7 @@ pub(crate) struct Step {
     pub(crate) decodes: Vec<Part>,
     /// Prefill chunks of more than one token.
     pub(crate) chunks: Vec<Part>,
-    /// Copies on write, and for whom; held until the step is over.
+    /// Copies of blocks, and for whom; held until the step is over.
     pub(crate) copies: Vec<(SequenceKey, BlockCopy)>,
 }
 
@@ -78,11 +80,23 @@ impl Step {
         self.num_padded = 0;
     }
 
-    /// Adds a sequence with so many query tokens; what they lead to is known when the plan is written.
-    pub(crate) fn add(&mut self, sequence: SequenceKey, num_tokens: u32) {
+    /// Adds a sequence with its next token, the last before its next output.
+    pub(crate) fn add_decode(&mut self, sequence: SequenceKey) {
+        self.add_chunk(sequence, 1, 0);
+    }
+
+    /// Adds a sequence with so many query tokens, after which so many are left before its next output. What
+    /// they lead to is known when the plan is written.
+    pub(crate) fn add_chunk(
+        &mut self,
+        sequence: SequenceKey,
+        num_tokens: u32,
+        num_left_tokens: u32,
+    ) {
         let part = Part {
             sequence,
             num_tokens,
+            num_left_tokens,
             num_samples: 0,
             num_scores: 0,
         };
@@ -103,6 +117,15 @@ impl Step {
     /// Its parts, in the order of the plan.
     pub(crate) fn parts(&self) -> impl Iterator<Item = &Part> {
         self.decodes.iter().chain(&self.chunks)
+    }
+
+    /// Tokens that its sequences have when it has landed: computed, and copied from the host. A sequence
+    /// may come several times.
+    pub(crate) fn num_landing(&self, block_size: u32) -> impl Iterator<Item = (SequenceKey, u32)> {
+        let computed = self.parts().map(|part| (part.sequence, part.num_tokens));
+        let copies = self.copies.iter();
+        let restores = copies.filter(|(_, copy)| copy.kind() == CopyKind::Restore);
+        computed.chain(restores.map(move |&(key, _)| (key, block_size)))
     }
 
     /// The part at `position` of the plan.

@@ -7,7 +7,9 @@ use crate::iteration::fit::Foresight;
 use crate::iteration::flight::{Flights, Step};
 use crate::iteration::governor::Governor;
 use crate::iteration::rows::RowPool;
-use crate::memory::blocks::BlockPool;
+use crate::iteration::running::Running;
+use crate::iteration::tally::Tally;
+use crate::memory::blocks::{BlockCopy, BlockPool};
 use crate::predict::iteration_time::{CostModel, StepShape};
 use crate::request::{SequenceKey, Time};
 use crate::waiting::forecast::Room;
@@ -15,14 +17,20 @@ use crate::waiting::forecast::Room;
 pub(crate) struct Lane {
     pub(crate) pool: BlockPool,
     pub(crate) rows: RowPool,
-    /// Running sequences, oldest arrival first.
-    pub(crate) running: Vec<SequenceKey>,
+    /// Who runs.
+    pub(crate) running: Running,
+    /// Those of them that have ended; they leave when no step in flight has them.
+    pub(crate) ended: Vec<SequenceKey>,
     /// The step being planned; between decisions it is empty and bears the number of the last.
     pub(crate) step: Step,
+    /// Copies that the memory just given to a sequence needs; empty at any other moment.
+    pub(crate) new_copies: Vec<BlockCopy>,
     /// The steps that the executor has.
     pub(crate) in_flight: Flights,
     /// What was in the step that was planned last.
     pub(crate) last_shape: StepShape,
+    /// What the step that lands did, by class and tenant.
+    pub(crate) tally: Tally,
     /// Nothing more is planned until nothing is in flight: somebody must be preempted.
     pub(crate) must_land: bool,
     /// A batch that leaves together is still being formed.
@@ -40,7 +48,8 @@ pub(crate) struct Lane {
     pub(crate) backfill: Backfilling,
 }
 
-/// What the running sequences of a level hold, and have still to compute.
+/// What the running sequences of a level hold, and have still to compute. The rows and blocks of the
+/// highest level are counted only where somebody runs below it: nobody takes them from it.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct AtWork {
     pub(crate) rows: u64,
@@ -51,15 +60,18 @@ pub(crate) struct AtWork {
 
 impl Lane {
     pub(crate) fn new(limits: &Limits) -> Self {
-        let pool = BlockPool::new(limits.num_kv_blocks());
+        let pool = BlockPool::new(limits.num_kv_blocks(), limits.num_host_kv_blocks());
         let seqs = limits.max_num_seqs() as usize;
         let (step, in_flight) = Flights::new(limits);
         Self {
             rows: RowPool::new(limits.max_num_seqs()),
-            running: Vec::with_capacity(seqs),
+            running: Running::with_capacity(seqs),
+            ended: Vec::with_capacity(seqs),
             step,
+            new_copies: Vec::new(),
             in_flight,
             last_shape: StepShape::default(),
+            tally: Tally::default(),
             must_land: false,
             is_forming: false,
             at_work: Vec::new(),

@@ -173,10 +173,11 @@ impl Ledger {
                 self.end_child(key, finish, now);
             }
             if in_flight {
+                lane.ended.push(sequence);
                 continue;
             }
             if running {
-                lane.running.retain(|&other| other != sequence);
+                lane.running.leave(&self.sequences, sequence);
             } else {
                 self.queue.remove_returning(level, arrival);
             }
@@ -284,12 +285,5 @@ impl Ledger {
             self.tenants.release(entry.tenant);
             self.requests.remove(request);
         }
-    }
-
-    /// Puts `sequence` into the running set, which is ordered by arrival.
-    pub(crate) fn enter_running(&self, running: &mut Vec<SequenceKey>, sequence: SequenceKey) {
-        let arrival = self.sequences[sequence.0].arrival;
-        let position = running.partition_point(|other| self.sequences[other.0].arrival < arrival);
-        running.insert(position, sequence);
     }
 }

@@ -13,8 +13,9 @@
 //! full though the prefix cache keeps them for a while: memory is short, so they are taken next.
 //!
 //! To be admitted, a waiting request preempts sequences of strictly lower levels and its own guests (but
-//! for those that the forecast admitted), if that frees what it lacks: only those that run since an earlier step and were not preempted too often,
-//! those that are protected last, so that two requests never take turns at it for ever.
+//! for those that the forecast admitted), if that frees what it lacks: only those that run since an earlier
+//! step and were not preempted too often, those that are protected last, so that two requests never take
+//! turns at it for ever.
 //!
 //! A victim is computed again from its tokens (recompute), and waits ahead of everything fresh of its
 //! level. It keeps its text state: nothing is sent twice.
@@ -119,8 +120,12 @@ pub(crate) fn choose_victims_for(
     giving_way: GivingWay,
     lack: Lack,
 ) -> Option<Vec<SequenceKey>> {
-    // What a victim shares with the newcomer is no gain: the newcomer takes it.
     let state = &ledger.sequences[newcomer.0];
+    let may_have_guests = giving_way.guests_since.is_some() && lane.running.has_guests();
+    if !may_have_guests && !lane.running.has_below(giving_way.level) {
+        return None;
+    }
+    // What a victim shares with the newcomer is no gain: the newcomer takes it.
     let cached = &state.chain[..lack.num_cached_blocks as usize];
     let shared = |sequence: &Sequence| {
         let pairs = sequence.chain.iter().zip(cached);
@@ -179,12 +184,13 @@ pub(crate) fn preempt(
     position: usize,
     limits: &Limits,
 ) -> u32 {
-    let key = lane.running.remove(position);
+    let key = lane.running[position];
+    lane.running.leave(&ledger.sequences, key);
     lane.step.withdraw(key);
     ledger.refund(key);
     let sequence = &mut ledger.sequences[key.0];
     let life = sequence.life.take();
-    debug_assert!(!sequence.is_in_flight(), "what it has is not free yet");
+    debug_assert!(!lane.is_ahead(), "what it has is not free yet");
     let granted = sequence.num_scheduled_tokens;
     sequence.reset_for_recompute(limits.block_size());
     let work = Work {

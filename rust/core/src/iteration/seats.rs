@@ -36,7 +36,7 @@ impl Ledger {
     /// Who sits in each row.
     pub(crate) fn seats(&self, lane: &Lane, limits: &Limits) -> Vec<Option<Seat>> {
         let mut seats = vec![None; limits.max_num_seqs() as usize];
-        for key in &lane.running {
+        for key in lane.running.iter() {
             let sequence = &self.sequences[key.0];
             let seat = Seat {
                 class: sequence.payer.class,

@@ -324,9 +324,8 @@ impl Ledger {
         (key, level): (OrderKey, usize),
     ) -> SequenceKey {
         let request = &entry.request;
-        // As soon as there are tenants, none finds what another's prompts have left behind.
-        let has_tenants = !self.rules.policy().tenants.is_empty();
-        let tenant = has_tenants.then(|| &*self.tenants.get(entry.tenant).name);
+        // No tenant finds what another's prompts have left behind; those that name none are one.
+        let tenant = Some(&*self.tenants.get(entry.tenant).name);
         let root = BlockHash::root([tenant, request.cache_salt.as_deref(), None]);
         let mut chain = Vec::new();
         if limits.prefix_caching() {

@@ -1,7 +1,8 @@
-//! Counting by class and tenant what a step's sequences did, while its results are applied.
+//! Counting by class and tenant what a step's sequences did.
 //!
-//! Neighbours in a step mostly are of one tenant and decode with the same gap, so what they have in
-//! common is looked up once for a whole run of them.
+//! While results are applied it is only written down, and what neighbours of one payer with one gap have in
+//! common is written down once. All is counted at the end, when nothing else stands between one tenant and
+//! the next: they are in many places, and so are looked up side by side.
 
 use crate::config::policy::ClassId;
 use crate::iteration::ledger::Ledger;
@@ -15,67 +16,62 @@ pub(crate) struct Payer {
     pub(crate) tenant: TenantKey,
 }
 
-/// A run of sequences that have payer and gap in common, not yet counted.
+/// What was not counted yet; its memory is kept from step to step.
+#[derive(Default)]
 pub(crate) struct Tally {
+    runs: Vec<Run>,
+}
+
+/// Neighbours in a step that have payer and gap in common.
+struct Run {
     payer: Payer,
-    /// Between their last output and this one, and the bucket that it is in.
+    /// Between their last output and this one.
     gap_us: u64,
-    bucket: usize,
+    /// How many have that; those without output have none.
     gaps: u64,
     device_ns: u64,
     outputs: u64,
 }
 
 impl Tally {
-    /// Of a step whose first sequence is of `payer`.
-    pub(crate) fn new(payer: Payer) -> Self {
-        Self {
-            payer,
-            gap_us: 0,
-            bucket: bucket(&ITERATION_BOUNDS_US, 0),
-            gaps: 0,
-            device_ns: 0,
-            outputs: 0,
-        }
-    }
-
-    /// Counts a sequence with such a share of the step's time and so many outputs of it.
+    /// Notes a sequence with such a share of the step's time and so many outputs of it.
     #[inline]
-    pub(crate) fn add(
-        &mut self,
-        ledger: &mut Ledger,
-        payer: Payer,
-        device_ns: u64,
-        outputs: u64,
-        gap_us: Option<u64>,
-    ) {
-        let has_other_gap = gap_us.is_some_and(|gap_us| gap_us != self.gap_us && self.gaps > 0);
-        if payer != self.payer || has_other_gap {
-            self.flush(ledger);
-            self.payer = payer;
+    pub(crate) fn add(&mut self, payer: Payer, device_ns: u64, outputs: u64, gap_us: Option<u64>) {
+        let (gap_us, gaps) = gap_us.map_or((0, 0), |gap_us| (gap_us, 1));
+        if let Some(run) = self.runs.last_mut()
+            && run.payer == payer
+            && (gaps == 0 || run.gaps == 0 || run.gap_us == gap_us)
+        {
+            run.gap_us = run.gap_us.max(gap_us);
+            run.gaps += gaps;
+            run.device_ns += device_ns;
+            run.outputs += outputs;
+            return;
         }
-        self.device_ns += device_ns;
-        self.outputs += outputs;
-        if let Some(gap_us) = gap_us {
-            if gap_us != self.gap_us {
-                self.gap_us = gap_us;
-                self.bucket = bucket(&ITERATION_BOUNDS_US, gap_us);
-            }
-            self.gaps += 1;
-        }
+        self.runs.push(Run {
+            payer,
+            gap_us,
+            gaps,
+            device_ns,
+            outputs,
+        });
     }
 
-    /// Counts what was not yet counted.
-    #[cold]
-    pub(crate) fn flush(&mut self, ledger: &mut Ledger) {
-        let Payer { class, tenant } = self.payer;
-        let of_class = &mut ledger.classes[class.0 as usize].metrics;
-        let of_tenant = &mut ledger.tenants.get_mut(tenant).metrics;
-        for metrics in [of_class, of_tenant] {
-            metrics.device_ns += self.device_ns;
-            metrics.output_tokens += self.outputs;
-            metrics.itl.add(self.bucket, self.gap_us, self.gaps);
+    /// Counts what was noted.
+    pub(crate) fn settle(&mut self, ledger: &mut Ledger) {
+        let mut known = (0, bucket(&ITERATION_BOUNDS_US, 0));
+        for run in self.runs.drain(..) {
+            if run.gap_us != known.0 {
+                known = (run.gap_us, bucket(&ITERATION_BOUNDS_US, run.gap_us));
+            }
+            let Payer { class, tenant } = run.payer;
+            let of_class = &mut ledger.classes[class.0 as usize].metrics;
+            let of_tenant = &mut ledger.tenants.get_mut(tenant).metrics;
+            for metrics in [of_class, of_tenant] {
+                metrics.device_ns += run.device_ns;
+                metrics.output_tokens += run.outputs;
+                metrics.itl.add(known.1, run.gap_us, run.gaps);
+            }
         }
-        (self.gaps, self.device_ns, self.outputs) = (0, 0, 0);
     }
 }

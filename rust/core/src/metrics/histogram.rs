@@ -51,11 +51,12 @@ pub fn bucket(bounds: &Bounds, value: u64) -> usize {
 /// How often a value was in which range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[repr(C)]
 pub struct Histogram {
-    /// How often it was in each bucket, bounds included; not cumulative.
-    pub counts: [u64; 23],
     /// Sum of all values.
     pub sum: u64,
+    /// How often it was in each bucket, bounds included; not cumulative.
+    pub counts: [u64; 23],
 }
 
 impl Histogram {

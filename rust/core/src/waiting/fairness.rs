@@ -389,16 +389,21 @@ impl Flows {
         eligible.insert((new, key));
     }
 
-    /// The eligible child that is next.
+    /// The eligible child that is next. Others that stand in front of it are brought up to date.
     fn least(&mut self, parent: FlowKey) -> Option<FlowKey> {
         loop {
-            let &old = self.flow(parent).eligible.first()?;
+            let mut eligible = self.flow(parent).eligible.iter();
+            let &old = eligible.next()?;
             let key = old.1;
-            let service = self.account(key).service;
-            if !self.by_service || old.0.cost == service {
+            if !self.by_service {
                 return Some(key);
             }
-            self.stand(parent, key, old, service_key(service));
+            let place = (service_key(self.account(key).service), key);
+            // All others are where they stand or behind it.
+            if eligible.next().is_none_or(|&next| place < next) {
+                return Some(key);
+            }
+            self.stand(parent, key, old, place.0);
         }
     }
 

@@ -4,7 +4,8 @@ use chairlift_core::config::memory::MemoryAdmission;
 use chairlift_core::config::policy::Join;
 use chairlift_core::request::{NewRequest, RequestId, WaitReason};
 
-use super::harness::{Client, Harness};
+use super::client::Client;
+use super::harness::Harness;
 
 /// Checks a decision that was made while no step was in flight; says whether there was something to check:
 /// somebody waits, and there are rows, and tokens of the budget, to spare.

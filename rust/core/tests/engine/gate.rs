@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use chairlift_core::config::Settings;
-use chairlift_core::config::policy::{Policy, Sharing, TenantSettings};
+use chairlift_core::config::policy::{ClassSettings, OnDoomed, Policy, Sharing, TenantSettings};
 use chairlift_core::error::SubmitError;
 use chairlift_core::request::WaitReason;
 use chairlift_core::request::{Finish, NewRequest, RequestId, Ticket};
@@ -306,6 +306,33 @@ fn the_newest_of_the_lowest_level_makes_room_for_a_higher_one() {
     let (places, full) = burst(&mut harness, "bob", "high", 3);
     assert_eq!((places.len(), full.code()), (0, "queue_full"));
     assert_eq!(harness.engine.metrics().displaced, 2, "nobody in vain");
+}
+
+#[test]
+fn best_effort_makes_room_first_though_its_tenant_is_busy() {
+    let mut policy = two_levels();
+    policy.classes[0].ttft_target_us = Some(500);
+    policy.classes[0].on_doomed = OnDoomed::Relegate;
+    policy.classes.push(ClassSettings::new("lasting"));
+    policy.default_tenant.max_running = Some(1);
+    let mut harness = engine_of(Settings {
+        max_num_seqs: 2,
+        max_queued_requests: 1,
+        policy,
+        ..settings()
+    });
+    for id in 0..2 {
+        harness.submit_for("ann", "low", exact(id, 4, 20, 1_000));
+    }
+    harness.step();
+    harness.pass(500);
+    harness.step(); // it is its turn, but not its tenant's: it is set aside
+    harness.submit_for("ann", "lasting", exact(2, 4, 2, 1_000));
+    harness.submit_for("bob", "high", exact(3, 4, 2, 1_000));
+    let finish = |id| harness.client(id).answers[0].finish;
+    assert_eq!((finish(1), finish(2)), (Some(Finish::Displaced), None));
+    harness.engine.audit().expect("consistent books");
+    harness.run_to_end();
 }
 
 #[test]

@@ -230,6 +230,7 @@ fn realised(requests: Vec<SimRequest>, target: f64, parts: &[[usize; 2]]) -> Vec
         t_ctx_s: 0.0,
         t_pair_s: 0.0,
         t_sample_s: 0.0,
+        t_copy_s: 0.0,
         noise_sigma: 0.0,
     };
     let workload = Workload {

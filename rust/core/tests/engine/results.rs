@@ -9,6 +9,7 @@ use chairlift_core::output::TokenLogprob;
 use chairlift_core::request::{Finish, NewRequest, RequestId, SamplingParams};
 
 use super::harness::{Harness, next_token, runs_ahead};
+use super::levels::two_levels;
 use super::scenarios::{plain, settings};
 
 #[test]
@@ -195,6 +196,48 @@ fn a_copy_holds_its_source_when_nobody_else_does() {
     );
     harness.commit();
     assert_eq!(harness.engine.metrics().used_blocks, 0);
+}
+
+/// Who was to get a copy, and no token, leaves at once when it is aborted, and its name with it.
+#[test]
+fn a_failed_step_spares_who_has_the_name_of_one_whose_copy_it_was_to_make() {
+    let mut harness = Harness::new(Settings {
+        max_num_batched_tokens: 8,
+        enable_prefix_caching: false,
+        policy: two_levels(),
+        ..settings()
+    });
+    harness.most_tokens_per_sample = 4;
+    // Both answers get more than one token at first, so their next ones are a chunk, which has to wait.
+    let mut siblings = (1..100)
+        .map(|id| plain(id, 6, 9))
+        .find(|new| next_token(&new.prompt, 99, 4) > 0)
+        .expect("such a prompt");
+    siblings.sampling.n = 2;
+    siblings.stop.ignore_eos = true;
+    let id = siblings.id.0;
+    harness.submit_for("ann", "low", siblings);
+    harness.step();
+    harness.submit_for("bob", "high", plain(100, 20, 4));
+    assert!(harness.schedule());
+    assert_eq!(
+        harness.plan.num_seqs(),
+        1,
+        "the newcomer has all the budget"
+    );
+    assert_eq!(harness.plan.block_copies.len(), 1);
+    harness.abort(id);
+    for id in [101, 102] {
+        harness.submit_for("ann", "low", plain(id, 6, 4));
+    }
+    harness.fail_step();
+    harness.engine.audit().expect("consistent books");
+    let finish = |harness: &Harness, id| harness.client(id).answers[0].finish;
+    assert_eq!(finish(&harness, 100), Some(Finish::StepFailed));
+    harness.run_to_end();
+    for id in [101, 102] {
+        assert_eq!(finish(&harness, id), Some(Finish::Length));
+    }
 }
 
 #[test]
