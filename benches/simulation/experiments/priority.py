@@ -140,7 +140,7 @@ def _served(run: Run) -> Mask:
     return of_class(run, INTERACTIVE_CLASS) & ~np.isnan(run.result.first_token_s)
 
 
-def _least_ttft(run: Run) -> Floats:
+def _ttft_by_arrival(run: Run) -> Floats:
     """TTFT of the interactive requests if they had all that decodes leave of the run's iterations.
 
     Their prompts are computed first come, first served, as a queue with so much service in each
@@ -206,10 +206,12 @@ def _check(report: Report, alone: Run, runs: dict[str, Run], ageing: dict[str, R
         value = f"{above:.2f} iterations of {iteration_s * 1_000:.1f} ms above {p99(alone):.3f} s"
         report.checks.append(Check(claim, value, above <= 3))
     best = runs["preempt to admit"]
-    least = percentile(_least_ttft(best), 99)
-    claim = "preempt to admit: that is the least its iterations allow, no decode paused, within 1 %"
-    value = f"{p99(best):.4f} s; at least {least:.4f} s"
-    report.checks.append(Check(claim, value, p99(best) <= 1.01 * least))
+    alike = percentile(_ttft_by_arrival(best), 99)
+    claim = (
+        "preempt to admit: that is first come, first served in all that decodes leave, within 1 %"
+    )
+    value = f"{p99(best):.4f} s and {alike:.4f} s"
+    report.checks.append(Check(claim, value, p99(best) <= 1.01 * alike))
     batch = of_class(best, BATCH)
     during = best.result.first_token_s[batch] <= best.workload.arrival_s.max()
     claim = "batch still progresses while interactive requests come"
