@@ -22,6 +22,9 @@ pub use holds::{BlockCopy, BlockTable};
 pub struct BlockId(u32);
 
 impl BlockId {
+    /// The name of no block, for links that have to be small.
+    pub(super) const NONE: Self = Self(u32::MAX);
+
     /// Position in the KV arrays.
     pub fn index(self) -> usize {
         self.0 as usize
@@ -93,11 +96,8 @@ impl Pool {
     }
 
     fn evict(&mut self) -> Option<BlockId> {
-        let block = self.cache.eviction_candidate()?;
-        self.cache.unpark(block);
-        if let Some(hash) = self.blocks[block.index()].hash.take() {
-            self.cache.forget(hash);
-        }
+        let (block, _) = self.cache.evict()?;
+        self.blocks[block.index()].hash = None;
         Some(block)
     }
 
