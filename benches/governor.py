@@ -16,18 +16,18 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from chairlift import AsyncEngine, Config, PaceConfig, PolicyConfig, SamplingParams
 from chairlift.config import seconds
 
-_VOCABULARY = range(2, 49_152)
-
 
 async def answer(engine: AsyncEngine, prompt: int, output: int, rng: random.Random) -> list[float]:
     """Serve one request; returns when its tokens came."""
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-    tokens = {"prompt_token_ids": rng.choices(_VOCABULARY, k=prompt)}
+    vocabulary = range(2, engine.tokenizer.vocab_size)
+    tokens = {"prompt_token_ids": rng.choices(vocabulary, k=prompt)}
     return [time.perf_counter() async for _ in engine.generate(tokens, params)]
 
 
@@ -38,13 +38,16 @@ async def measure(args: argparse.Namespace, target_s: float | None, budget: int)
     longest = args.prompt + 64
     async with AsyncEngine(
         args.model,
+        executor=args.executor,
         config=Config(policy=policy),
         max_num_batched_tokens=budget,
         max_model_len=max(longest, 1_024),
         enable_prefix_caching=False,
         cost_model_cache=args.cost_model_cache,
     ) as engine:
-        lessons = [(int(16 * 2 ** rng.uniform(0, 5)), rng.randint(4, 24)) for _ in range(48)]
+        lessons = [
+            (int(16 * 2 ** rng.uniform(0, 5)), rng.randint(4, 24)) for _ in range(args.lessons)
+        ]
         await asyncio.gather(*(answer(engine, *lesson, rng) for lesson in lessons))
         decodes = [
             asyncio.create_task(answer(engine, 128, args.output, rng)) for _ in range(args.decodes)
@@ -74,12 +77,14 @@ async def measure(args: argparse.Namespace, target_s: float | None, budget: int)
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line for each policy."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default=None)
+    parser.add_argument("--model", help="as of chairlift generate")
+    parser.add_argument("--executor", help="as of chairlift generate")
+    parser.add_argument("--lessons", type=int, default=48, help="requests to learn from")
     parser.add_argument("--decodes", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=2_048, help="tokens of the long prompt")
     parser.add_argument("--output", type=int, default=200, help="tokens of each decode")
@@ -89,7 +94,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cost-model-cache", action="store_true", help="begin with what is kept")
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     runs = [(args.target, max(args.budgets, default=2_048)), *((None, b) for b in args.budgets)]
     results = [asyncio.run(measure(args, target_s, budget)) for target_s, budget in runs]
     if args.json:

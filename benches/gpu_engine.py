@@ -62,6 +62,9 @@ class RandomWeights:
     def take_entries(self, names: Sequence[str], counts: Sequence[int]) -> torch.Tensor:
         return torch.zeros(sum(counts), dtype=self._dtype, device=self.device)
 
+    def take_scale(self, names: Sequence[str]) -> float:
+        return 1.0
+
     def ignore(self, name: str) -> None:
         pass
 

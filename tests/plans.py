@@ -64,14 +64,16 @@ def make_plan(
     block_size: int,
     chunk: int = 1 << 30,
     copies: tuple[tuple[int, int], ...] = (),
+    copy_locations: tuple[tuple[int, int], ...] | None = None,
     on_device: bool = False,
     num_best: int | None = None,
     step: int = 1,
 ) -> StepPlan:
     """Schedule every sequence for its next ``chunk`` tokens; sample those that get their last.
 
-    ``on_device`` leaves the ids of decode tokens to the executor's memory of them; with
-    ``num_best`` all prompt tokens are scored.
+    ``copies`` are within the device unless ``copy_locations`` says otherwise. ``on_device`` leaves
+    the ids of decode tokens to the executor's memory of them; with ``num_best`` all prompt tokens
+    are scored.
     """
     order = sorted(sequences, key=lambda s: len(s.token_ids) - s.num_computed > 1)  # decodes first
     counts = [min(chunk, len(s.token_ids) - s.num_computed) for s in order]
@@ -111,7 +113,9 @@ def make_plan(
         mask_rows=_int32([]),
         **_scores(order, counts, num_best),
         block_copies=_frozen(np.array(copies, dtype=np.int32).reshape(-1, 2)),
-        block_copy_locations=_frozen(np.zeros((len(copies), 2), dtype=np.uint8)),
+        block_copy_locations=_frozen(
+            np.array(copy_locations or [(0, 0)] * len(copies), dtype=np.uint8).reshape(-1, 2)
+        ),
         resets=greedy_resets([s.row for s in order if s.num_computed == 0]),
     )
 

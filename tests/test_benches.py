@@ -1,13 +1,30 @@
-"""The boundary benches run, each once and tiny: what nobody runs rots."""
+"""Benches run, each once and tiny: what nobody runs rots."""
 
 from __future__ import annotations
 
+import gzip
+import json
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import fidelity
+import governor
+from chairlift.testing import ScriptedExecutor
+
 ROOT = Path(__file__).parents[1]
+
+
+class Slow(ScriptedExecutor):
+    """10 ms a step."""
+
+    def __init__(self, **options):
+        super().__init__(step_time=0.01, **options)
+
+
+SLOW = ["--executor", f"{__name__}:{Slow.__name__}"]
 
 
 def test_the_boundary_benches_run():
@@ -21,3 +38,36 @@ def test_the_boundary_benches_run():
     count = len(re.findall("^def test_", benches, re.MULTILINE))
     assert f"{count} passed" in done.stdout
     assert "skipped" not in done.stdout
+
+
+def test_a_long_prompt_joins_decodes(capsys):
+    sizes = ["--lessons", "2", "--decodes", "2", "--prompt", "1200", "--output", "60"]
+    limits = ["--settle", "0.1", "--budgets", "256", "--target", "50ms"]
+    governor.main([*SLOW, *sizes, *limits, "--json"])
+    governed, fixed = json.loads(capsys.readouterr().out)
+    assert (governed["target_ms"], fixed["target_ms"]) == (50, None)
+    for result in (governed, fixed):
+        assert result["budget"] == 256
+        # Five chunks at least, and two decodes that get a token beside each.
+        assert result["gaps"] >= 8
+        assert 10 <= result["p50_ms"] <= result["p99_ms"]
+        assert result["ttft_s"] >= 0.05
+
+
+def test_the_simulator_is_held_against_the_engine(tmp_path, capsys):
+    trace = tmp_path / "tiny.csv.gz"
+    lines = [f"{at / 10},{40 + at},{30 + at}" for at in range(8)]
+    with gzip.open(trace, "wt") as file:
+        file.write("\n".join(["arrival_s,input_tokens,output_tokens", *lines]))
+    sizes = ["--divide", "1", "--lessons", "4", "--requests", "4"]
+    rates = ["--rates", "20", "40", "--runs", "1"]
+    assert fidelity.main([*SLOW, "--trace", str(trace), *sizes, *rates]) in (0, 1)
+    out = capsys.readouterr().out
+    assert re.findall(r"^(\d+) requests/s, load \d", out, re.MULTILINE) == ["20", "40"]
+    rows = re.findall(r"^  (\w+) p(?:50|99) +([\d.]+) +([\d.]+) ", out, re.MULTILINE)
+    assert [name for name, *_ in rows] == ["TTFT", "TTFT", "TPOT", "TPOT", "E2E", "E2E"] * 2
+    for _, measured, simulated in rows:
+        assert float(measured) >= 9
+        assert math.isfinite(float(simulated))
+        assert float(simulated) > 0
+    assert out.count("time of an iteration: off by") == 2

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from chairlift.cli import main
-from chairlift.cli.engine_flags import memory_size
+from chairlift.cli.engine_flags import add_engine_flags, memory_size
 from chairlift.cli.generate import EXAMPLES
 from chairlift.cli.live import Answer, LiveView
+from chairlift.engine_args import ENGINE_KEYS
 
 SCRIPTED = ["--executor", "chairlift.testing:ScriptedExecutor"]
 
@@ -83,6 +84,13 @@ def test_sizes(text, size):
 def test_a_size_that_is_none(text):
     with pytest.raises(argparse.ArgumentTypeError, match="512M"):
         memory_size(text)
+
+
+def test_every_option_has_a_flag():
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    flags = {action.dest for action in parser._actions}
+    assert set(ENGINE_KEYS) - flags == {"seed"}, "each command has a --seed of its own"
 
 
 def test_the_live_view_redraws_in_place_and_leaves_nothing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from dataclasses import fields, replace
@@ -29,7 +30,13 @@ from chairlift import (
 from chairlift.cli import main
 from chairlift.config import QUEUE_KEYS, TABLES, seconds
 from chairlift.config_file import engine_args, load_config, to_toml
-from chairlift.engine_args import ENGINE_KEYS, EngineArgs
+from chairlift.engine import _DEFAULT_NUM_KV_BLOCKS
+from chairlift.engine_args import (
+    DEFAULT_MAX_MODEL_LEN,
+    ENGINE_KEYS,
+    EngineArgs,
+    core_settings,
+)
 from chairlift.testing import ScriptedExecutor
 
 DOCS = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -177,7 +184,9 @@ def test_every_key_is_read(write):
     assert written["queue"].keys() == set(QUEUE_KEYS), "the test leaves a key out"
     assert written["classes"]["interactive"].keys() == names(ClassConfig)
     assert written["tenants"]["acme"].keys() == names(TenantConfig)
+    assert written["shedding"].keys() == names(SheddingConfig)
     assert written["memory"].keys() == names(MemoryConfig)
+    assert written["pace"].keys() == names(PaceConfig)
     assert written["keys"]["ops"].keys() == names(KeyConfig)
 
 
@@ -420,6 +429,16 @@ def test_flags_win_over_the_file(write, capsys):
     assert main([*flags, "--max-model-len", "64"]) == 0
 
 
+def test_defaults_are_the_cores_own():
+    own = json.loads(_core.settings_json())
+    assert own["max_model_len"] == DEFAULT_MAX_MODEL_LEN
+    assert own["num_kv_blocks"] == _DEFAULT_NUM_KV_BLOCKS
+    of_the_model = {key: own[key] for key in ("max_model_len", "num_kv_blocks", "vocab_size")}
+    ours = json.loads(_core.settings_json(core_settings(EngineArgs(), **of_the_model)))
+    assert ours == own
+    assert own["policy"]["classes"][0]["name"] == "default"
+
+
 def test_the_core_knows_every_choice():
     for key, choices in {
         "sharing": ["fcfs", "fair"],
@@ -557,7 +576,7 @@ def test_the_document_lists_every_key_with_its_default():
         "default_tenant"
     } == {"engine", "queue", "keys", *TABLES}
     printed = to_toml(Config(policy=PolicyConfig(classes={"NAME": {}}, tenants={"NAME": {}})))
-    for title in [*list(expected)[:4], "`[memory]`"]:
+    for title in [*list(expected)[:4], "`[memory]`", "`[pace]`"]:
         table = title.split("`")[1]
         (section,) = re.findall(rf"^{re.escape(table)}\n((?:[^\n]+\n)+)", printed, re.MULTILINE)
         values = dict(re.findall(r"^(\w+) = (.*)$", section, re.MULTILINE))

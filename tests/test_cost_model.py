@@ -35,6 +35,7 @@ TRUTH = CostCoefficients(
     t_ctx_us=0.1,
     t_pair_us=0.003,
     t_sample_us=40,
+    t_copy_us=100,
     most_tokens=2_000,
 )
 KEY = CostKey(model="m", device="d", dtype="float32", threads=2)
@@ -97,6 +98,7 @@ def test_a_fit_of_a_log_predicts_shapes_that_it_has_not_seen():
             decodes * rng.integers(10, 3_000, count),
             chunk * (before + chunk / 2),
             decodes,
+            np.where(rng.random(count) < 0.7, 0, rng.integers(0, 100, count)),
         ]
         return np.stack(columns, axis=1).astype(np.float64)
 
@@ -109,6 +111,15 @@ def test_a_fit_of_a_log_predicts_shapes_that_it_has_not_seen():
     assert _core.fit_cost_model(fitted[:5].ravel(), np.ones(5)) is None
     with pytest.raises(ConfigError, match="5 numbers are no 2 shapes"):
         _core.fit_cost_model(np.ones(5), np.ones(2))
+
+
+def test_a_file_from_before_there_was_a_host_tier_is_read():
+    path = cost_model.save(KEY, learned())
+    content = json.loads(path.read_text())
+    del content["coefficients"]["t_copy_us"]
+    path.write_text(json.dumps(content))
+    loaded = cost_model.load(KEY)
+    assert loaded == replace(CostCoefficients.of(learned()), t_copy_us=0.0)
 
 
 def test_calibration_fits_what_the_engine_holds_and_repeats():
@@ -163,7 +174,7 @@ def test_the_engine_tells_what_it_learned_and_how_well_it_predicts():
         assert pace["prediction_error"] > 0
         assert pace["explained_share"] <= 1
         shapes = client.iterations()["shape"]
-        assert shapes.shape[1] == 5
+        assert shapes.shape[1] == 6
         assert shapes[-1][0] == 4
     assert llm._engine.core.learned()["num_observations"] == found["num_observations"]
 

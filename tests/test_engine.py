@@ -81,10 +81,9 @@ def deltas_of(batches, request_id):
 def test_options_and_arguments_agree():
     assert set(EngineOptions.__annotations__) | {"model"} == set(EngineArgs.__slots__)
     # What the core reads, it finds: the model says how many tokens there are, the cache what
-    # iterations cost.
-    assert set(CoreSettings.__slots__) - {"vocab_size", "policy", "cost_model"} <= set(
-        EngineArgs.__slots__
-    )
+    # iterations cost, and blocks on the host come of bytes.
+    derived = {"vocab_size", "policy", "cost_model", "num_host_kv_blocks"}
+    assert set(CoreSettings.__slots__) - derived <= set(EngineArgs.__slots__)
 
 
 def test_flat_arrays_and_objects_say_the_same(start):
@@ -446,6 +445,8 @@ def two_tokens(offsets):
         (replaced(**two_tokens([0, 1])), "token_offsets must rise, by 1 or more, from 0 to the 2"),
         (replaced(**two_tokens([1, 2])), "they begin with 1 and end with 2"),
         (replaced(**two_tokens([0, 1, 2])), "token_offsets has 3 entries, .* needs 2"),
+        (replaced(graph_rows=-1), "graph_rows is -1; it must be 0, or an integer not below the 1"),
+        (replaced(graph_rows=0.5), "graph_rows is 0.5; it must be 0"),
         (lambda _: "?", "AttributeError: 'str' object has no attribute 'statuses'"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -14,9 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chairlift import LLM, AsyncEngine, SamplingParams
+import chairlift.engine
+from chairlift import LLM, AsyncEngine, SamplingParams, cost_model
 from chairlift.cli import main
 from chairlift.config import Config, PolicyConfig
+from chairlift.cost_model import CostCoefficients, CostKey
 from chairlift.errors import ConfigError
 from chairlift.flight_log import FlightLog
 from chairlift.prediction import fit_profile, predict
@@ -188,11 +191,36 @@ def test_predict_simulates_the_recorded_requests(busy, capsys):
     assert json.loads(capsys.readouterr().out)["changed"]["requests"] == 7
 
 
+def test_an_engine_that_began_with_a_kept_cost_model_is_replayed_and_predicted(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("CHAIRLIFT_CACHE", str(tmp_path))
+    key = CostKey(model="m", device="d", dtype="float32", threads=1)
+    kept = CostCoefficients(**{each.name: 5.0 for each in dataclasses.fields(CostCoefficients)})
+    cost_model.save(key, dataclasses.asdict(kept) | {"num_observations": 1_000, "mean_error": 0.1})
+    given_parts = chairlift.engine._given_parts
+
+    def known_parts(*args):
+        return dataclasses.replace(given_parts(*args), cost_key=key)
+
+    monkeypatch.setattr(chairlift.engine, "_given_parts", known_parts)
+    path = tmp_path / "kept.log"
+    with LLM(executor=ScriptedExecutor(), record=path) as llm:
+        llm.generate(["one", "two"], SamplingParams(max_tokens=20, ignore_eos=True))
+    log = FlightLog(path)
+    assert log.settings().cost_model == kept
+    assert log.replay(log.settings()).mismatch is None
+    changed = log.settings(["max_num_seqs=1", "memory.admission=reserve", "pace.governor=false"])
+    assert (changed.cost_model, changed.policy.memory.admission) == (kept, "reserve")
+    assert predict(log, changed).recorded.finished == 2
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ("max_num_seqs", "is no change; write KEY=VALUE"),
         ("max_nom_seqs=4", "did you mean max_num_seqs?"),
+        ("cost_model=3", "cost_model is no setting"),
         ("max_num_seqs=many", "must be an integer"),
         ("queue.ordre=shortest", "did you mean order?"),
         ("queue.order=shortestt", "queue.order"),

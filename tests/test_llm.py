@@ -496,6 +496,28 @@ def test_executor_by_name():
 # C30: preemption does not change what comes out.
 
 
+def test_blocks_on_the_host_are_found_again():
+    """More prompts than the executor has blocks for, twice: the second time the host has them."""
+    texts = [f"{index} of the prompts that leave the blocks that they had" for index in range(6)]
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    tokens = []
+    for kv_host_memory in (0, 1 << 16):
+        with LLM(
+            executor="chairlift.testing:ScriptedExecutor",
+            num_kv_blocks=8,
+            kv_host_memory=kv_host_memory,
+            max_model_len=128,
+        ) as llm:
+            for _ in range(2):
+                results = llm.generate(texts, params, use_tqdm=False)
+                tokens.append([result.outputs[0].token_ids for result in results])
+            metrics, limits = llm.metrics(), llm.limits
+        assert limits["num_host_kv_blocks"] == kv_host_memory // (16 * 4)
+        assert (metrics["offloaded_blocks"] > 0) == (kv_host_memory > 0)
+        assert (metrics["restored_tokens"] > 0) == (kv_host_memory > 0)
+    assert tokens == [tokens[0]] * 4
+
+
 def test_preemption_changes_nothing():
     scripts = {f"{letter}utf": "grüße 👋 " * 6 for letter in "ab"} | {"c": "so STO it goes STOP no"}
     prompts = ["autf x", "butf y", "c stops", "d default", "e default", "f " * 20]

@@ -29,6 +29,8 @@ from chairlift.prompts import ParsedPrompt
 from chairlift.request_args import RequestArgs
 from chairlift.testing import ScriptedExecutor
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 
 def policy(**options):
     return Config(policy=PolicyConfig(**options))

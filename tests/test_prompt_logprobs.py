@@ -18,6 +18,8 @@ from chairlift.testing import ByteTokenizer, ScriptedExecutor
 from chairlift.torch_executor import TorchExecutor, TorchExecutorConfig
 from plans import make_plan, place, run_step
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 BLOCK = 4
 VOCAB = 258
 

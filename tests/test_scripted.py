@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from chairlift.errors import UnsupportedStepError
-from chairlift.executor import RowResets, StepPlan
+from chairlift.executor import RowResets, StepPlan, check_supported
 from chairlift.testing import ByteTokenizer, PlanError, ScriptedExecutor, check_plan
 
 
@@ -122,6 +122,31 @@ def test_a_wrong_plan_is_noticed(field, value, complaint):
         check_plan(plan, block_size=4, num_kv_blocks=4)
 
 
+@pytest.mark.parametrize(
+    ("copies", "locations", "complaint"),
+    [
+        ([[0, 0], [1, 0]], [[0, 1], [1, 0]], None),  # what goes to the host makes room
+        ([[0, 0], [0, 2]], [[1, 0], [1, 0]], None),  # two from one block
+        ([[1, 0], [0, 0]], [[1, 0], [0, 1]], "come first"),
+        ([[0, 0], [1, 0]], [[0, 1], [0, 1]], "depends on another"),
+        ([[0, 7], [7, 0]], [[0, 1], [1, 0]], "depends on another"),
+        ([[0, 1]], [[1, 1]], "from host to host"),
+        ([[9, 1]], [[0, 1]], "beyond the pool"),
+    ],
+)
+def test_copies_from_and_to_the_host(copies, locations, complaint):
+    plan = dataclasses.replace(
+        two_sequences(),
+        block_copies=i32(*copies),
+        block_copy_locations=np.array(locations, dtype=np.uint8),
+    )
+    if complaint is None:
+        check_plan(plan, block_size=4, num_kv_blocks=4)
+        return
+    with pytest.raises(PlanError, match=complaint):
+        check_plan(plan, block_size=4, num_kv_blocks=4)
+
+
 def prefill(tokens, block_ids, row=0):
     """A whole prompt in one chunk, blocks of 4."""
     count = len(tokens)
@@ -230,10 +255,32 @@ def beyond(plan, what):
 
 
 @pytest.mark.parametrize("what", ["host", "masks", "adapters"])
+def test_what_a_plain_executor_cannot_do_is_refused(what):
+    with pytest.raises(UnsupportedStepError, match=f"step 1 .*{what}"):
+        check_supported(beyond(prefill(b"abc", [0]), what))
+
+
+@pytest.mark.parametrize("what", ["masks", "adapters"])
 def test_what_it_cannot_do_is_refused(what):
     executor = small()
     with pytest.raises(UnsupportedStepError, match=f"step 1 .*{what}"):
         run(executor, beyond(prefill(b"abc", [0]), what))
+
+
+def test_blocks_go_to_the_host_and_come_back():
+    executor = small()
+    prompt = list(b"abcd")
+    first = int(run(executor, prefill(prompt, [0])).token_ids[0])
+    # Its block goes to block 5 of the host, and is taken by somebody else in that step.
+    taken = dataclasses.replace(
+        prefill(b"wxyz", [0], row=1),
+        block_copies=i32([0, 5]),
+        block_copy_locations=np.array([[0, 1]], dtype=np.uint8),
+    )
+    run(executor, taken)
+    back = decode(first, 4, [3, 2], 1, copies=[(5, 3)])
+    back.block_copy_locations[:, 0] = 1
+    assert int(run(executor, back).token_ids[0]) == executor.expected(prompt, 2)[1]
 
 
 def test_what_steps_had_in_them_is_kept():

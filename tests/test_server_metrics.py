@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
 import time
@@ -178,6 +179,22 @@ async def test_every_scrape_under_a_load_adds_up():
     assert last.sum("tenant_device_seconds_total") == pytest.approx(
         last.sum("device_seconds_total"), rel=1e-6
     )
+
+
+async def test_rows_of_graphs_are_apart_from_those_of_batches_that_leave_together():
+    class OnGraphs(ScriptedExecutor):
+        def execute(self, plan):
+            result = super().execute(plan)
+            rows = 0 if plan.num_prefills else 4
+            return dataclasses.replace(result, graph_rows=rows)
+
+    async with AsyncEngine(executor=OnGraphs(), isolation="thread") as engine:
+        assert await one(engine, "abc", tokens=5) == "length"
+        scrape = await scraped(engine)
+    assert scrape.sum("cuda_graph_steps_total") == 4
+    assert scrape.sum("cuda_graph_rows_total", kind="sequence") == 4
+    assert scrape.sum("cuda_graph_rows_total", kind="padding") == 12
+    assert scrape.sum("padded_rows_total") == 0
 
 
 async def test_times_are_where_they_belong():

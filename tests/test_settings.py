@@ -38,6 +38,13 @@ NOWHERE = "/no/such/model"
         ("num_kv_blocks", 10.0, "num_kv_blocks is 10.0"),
         ("kv_cache_memory", 0, "kv_cache_memory is 0; it must be an integer from 1"),
         ("kv_cache_memory", "4G", "kv_cache_memory is '4G'"),
+        ("kv_host_memory", -1, "kv_host_memory is -1; it must be an integer from 0"),
+        ("kv_host_memory", None, "kv_host_memory is None; it must be an integer"),
+        (
+            "kv_host_memory",
+            2**60,
+            r"kv_host_memory is 1,1\d\d,[\d,]+ bytes, but [\d,]+ are available",
+        ),
         ("enable_prefix_caching", 1, "enable_prefix_caching is 1; it must be True or False"),
         ("watermark_blocks", -1, "watermark_blocks is -1"),
         ("max_queued_requests", 0, "max_queued_requests is 0"),
@@ -50,6 +57,8 @@ NOWHERE = "/no/such/model"
         ("max_logprobs", -1, "max_logprobs is -1"),
         ("seed", None, "seed is None"),
         ("dtype", 32, "dtype is 32; it must be a string"),
+        ("kv_cache_dtype", "int8", "kv_cache_dtype is 'int8'; known are auto, fp8, fp8_e4m3"),
+        ("kv_cache_dtype", "fp8", "kv_cache_dtype is 'fp8', but device is 'cpu', which keeps"),
         ("revision", 1, "revision is 1; it must be a string"),
         ("device", "tpu", "device is 'tpu'; known are cpu, cuda"),
         ("device", 0, "device is 0; it must be a string"),
@@ -65,6 +74,16 @@ def test_an_option_is_refused_before_the_model_is_looked_for(engine, option, val
     with pytest.raises(ConfigError, match=message) as caught:
         engine(NOWHERE, **{option: value})
     assert "\n" not in str(caught.value)
+
+
+def test_blocks_on_the_host_need_the_prefix_cache():
+    with pytest.raises(ConfigError, match="kv_host_memory is 1024, but enable_prefix_caching is"):
+        LLM(NOWHERE, kv_host_memory=1024, enable_prefix_caching=False)
+
+
+def test_an_executor_without_blocks_on_the_host_is_not_given_memory_for_them():
+    with pytest.raises(ConfigError, match="ScriptedExecutor keeps no blocks on the host"):
+        LLM(executor=ScriptedExecutor(), kv_host_memory=1 << 20)
 
 
 def test_a_device_that_is_not_there_is_refused_before_the_model_is_looked_for(monkeypatch):

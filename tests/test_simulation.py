@@ -75,6 +75,21 @@ def test_prefixes_are_found_again():
     assert result.cached_tokens.tolist() == [0, 32]
 
 
+def test_blocks_on_the_host_need_not_be_computed_again():
+    profile = replace(GPU_8B, t_copy_s=50e-6)
+    tight = settings(
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+        num_kv_blocks=100,
+        enable_prefix_caching=True,
+    )
+    without = simulate(tight, profile, crowd())
+    tiered = simulate(replace(tight, num_host_kv_blocks=400), profile, crowd())
+    assert 5 * tiered.recomputed_tokens < without.recomputed_tokens
+    with pytest.raises(ConfigError, match="num_host_kv_blocks is 400"):
+        simulate(settings(num_host_kv_blocks=400), profile, crowd())
+
+
 def test_breaking_off_leaves_requests_unfinished():
     result = simulate(settings(), GPU_8B, crowd(), Options(max_iterations=50))
     assert len(result.iteration_s) == 50

@@ -12,6 +12,8 @@ from chairlift import AsyncEngine, SamplingParams
 from chairlift.testing import ScriptedExecutor
 from chairlift.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 LINES = [
     json.loads(line)["text"]
     for line in (Path(__file__).parent / "data" / "utf8_strings.jsonl")

@@ -53,7 +53,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """Iterations: ``[I, 5]`` shapes (as :data:`chairlift.cost_model.Shapes`) and their times."""
+    """Iterations: ``[I, 6]`` shapes (as :data:`chairlift.cost_model.Shapes`) and their times."""
 
     shapes: Shapes
     time_us: Floats  # [I]
@@ -179,7 +179,7 @@ def _read(engine: LocalEngine, since: int) -> Log:
 
 def _joined(logs: list[Log]) -> Log:
     return Log(
-        shapes=np.concatenate([np.empty((0, 5)), *(log.shapes for log in logs)]),
+        shapes=np.concatenate([np.empty((0, 6)), *(log.shapes for log in logs)]),
         time_us=np.concatenate([np.empty(0), *(log.time_us for log in logs)]),
     )
 
@@ -196,6 +196,8 @@ def lines(calibration: Calibration) -> Iterator[str]:
         "a million pairs of prefill": 1e6 * costs.t_pair_us,
         "a sample": costs.t_sample_us,
     }
+    if costs.t_copy_us:
+        terms["a block copied from or to the host"] = costs.t_copy_us
     width = max(map(len, terms))
     yield f"{learned['num_observations']} iterations fitted, in microseconds:"
     for name, value in terms.items():

@@ -251,7 +251,8 @@ class PolicyConfig:
     """How far a token that the engine processed since a request's arrival moves it forward, in
     predicted tokens; for ``shortest`` and ``footprint``."""
     max_level_wait: Duration | None = None
-    """Longest wait behind higher levels, then a request is promoted; None: no bound."""
+    """Longest wait behind higher levels until a request is first scheduled: some iterations before
+    it is promoted; None: no bound."""
     join: Join = "continuous"
     """When newcomers may join those that run."""
     preempt_to_admit: bool = True

@@ -30,7 +30,7 @@ _FEWEST_OBSERVATIONS = 256
 """Iterations that an engine must have learned from before it is worth keeping."""
 
 Shapes = NDArray[np.float64]
-"""``[I, 5]``: sequences, tokens, decode context, prefill pairs, samples of each iteration."""
+"""``[I, 6]``: sequences, tokens, decode context, prefill pairs, samples, copied blocks of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class CostCoefficients:
 
     ``t0 + t_seq * sequences + max(t_weights, t_tok * tokens) + t_ctx * (sum of the decodes'
     contexts) + t_pair * (sum over prefill chunks of chunk * (context before + chunk / 2))
-    + t_sample * samples``.
+    + t_sample * samples + t_copy * (blocks copied from and to the host)``.
     """
 
     t0_us: float
@@ -58,15 +58,18 @@ class CostCoefficients:
     """A row of logits that is sampled."""
     most_tokens: float
     """Most tokens of an iteration that they were learned from."""
+    t_copy_us: float = 0.0
+    """A block that is copied from or to the host; 0 where none was."""
 
     @classmethod
     def of(cls, learned: Mapping[str, Any]) -> Self:
         """Take them out of what the core says it has learned."""
-        return cls(**{item.name: float(learned[item.name]) for item in fields(cls)})
+        values = {"t_copy_us": 0.0, **learned}  # files from before there was a host tier lack it
+        return cls(**{item.name: float(values[item.name]) for item in fields(cls)})
 
     def predict_us(self, shapes: Shapes) -> NDArray[np.float64]:  # [I]
         """Microseconds that iterations of these shapes take."""
-        sequences, tokens, context, pairs, samples = shapes.T
+        sequences, tokens, context, pairs, samples, copies = shapes.T
         time_us: NDArray[np.float64] = (
             self.t0_us
             + self.t_seq_us * sequences
@@ -74,6 +77,7 @@ class CostCoefficients:
             + self.t_ctx_us * context
             + self.t_pair_us * pairs
             + self.t_sample_us * samples
+            + self.t_copy_us * copies
         )
         return time_us
 
@@ -87,6 +91,7 @@ class CostCoefficients:
             "t_ctx_s": self.t_ctx_us / 1e6,
             "t_pair_s": self.t_pair_us / 1e6,
             "t_sample_s": self.t_sample_us / 1e6,
+            "t_copy_s": self.t_copy_us / 1e6,
             "noise_sigma": noise_sigma,
             "num_kv_blocks": num_kv_blocks,
         }

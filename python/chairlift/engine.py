@@ -105,6 +105,8 @@ class _Parts:
     vocab_size: int
     num_kv_blocks: int
     max_model_len: int
+    num_host_kv_blocks: int = 0
+    """Blocks of the second tier."""
     eos_token_ids: Sequence[int] = ()
     """The model's own, beside the tokenizer's."""
     cost_key: CostKey | None = None
@@ -234,6 +236,7 @@ class LocalEngine(Engine):
                 args,
                 max_model_len=parts.max_model_len,
                 num_kv_blocks=parts.num_kv_blocks,
+                num_host_kv_blocks=parts.num_host_kv_blocks,
                 vocab_size=parts.vocab_size,
                 cost_model=None if kept is None else cost_model.load(kept),
             )
@@ -265,7 +268,8 @@ def load_executor(spec: str, args: EngineArgs) -> Executor:
     The class's ``from_engine_args(args)`` is called if it has one, else the class without
     arguments. An executor may say what it has in the optional attributes ``vocab_size``,
     ``num_kv_blocks``, ``block_size``, ``max_model_len``, ``max_num_seqs`` and ``tokenizer``; an
-    argument may ask for less than that, not for more.
+    argument may ask for less than that, not for more. One that keeps KV blocks on the host says how
+    many in ``num_host_kv_blocks``; ``args.kv_host_memory`` is what they may take.
 
     Raises:
         ConfigError: there is no such class.
@@ -296,6 +300,12 @@ def _given_parts(args: EngineArgs, given: Executor | str) -> _Parts:
         own, wanted = getattr(executor, name, None), getattr(args, name)
         if own is not None and wanted is not None and wanted > own:
             raise ConfigError(f"{name} is {wanted}, but the executor has {own}; lower {name}")
+    num_host_kv_blocks = int(getattr(executor, "num_host_kv_blocks", 0))
+    if args.kv_host_memory and not num_host_kv_blocks:
+        raise ConfigError(
+            f"kv_host_memory is {args.kv_host_memory}, but the executor {type(executor).__name__} "
+            "keeps no blocks on the host (it has no num_host_kv_blocks); leave it out"
+        )
     tokenizer = _tokenizer(args, getattr(executor, "tokenizer", None))
     num_kv_blocks, max_model_len = args.num_kv_blocks, args.max_model_len
     if num_kv_blocks is None:
@@ -308,6 +318,7 @@ def _given_parts(args: EngineArgs, given: Executor | str) -> _Parts:
         vocab_size=getattr(executor, "vocab_size", tokenizer.vocab_size),
         num_kv_blocks=num_kv_blocks,
         max_model_len=max_model_len,
+        num_host_kv_blocks=num_host_kv_blocks,
     )
 
 
@@ -318,22 +329,29 @@ def _model_parts(args: EngineArgs) -> _Parts:
 
 def _cuda_parts(args: EngineArgs) -> _Parts:
     """Load the model into the CUDA executor."""
+    from chairlift.cuda_kernels.catalogue import MAX_LISTED  # noqa: PLC0415
     from chairlift.gpu import CudaExecutor, CudaExecutorConfig  # noqa: PLC0415  # torch is heavy
     from chairlift.gpu.device import CudaDevice  # noqa: PLC0415
     from chairlift.hub import resolve_model  # noqa: PLC0415
 
     device = CudaDevice()  # before a model is fetched for nothing
+    if args.max_logprobs > MAX_LISTED:
+        raise ConfigError(
+            f"max_logprobs is {args.max_logprobs}; it must be at most {MAX_LISTED} on a CUDA device"
+        )
     directory = resolve_model(args.model, revision=args.revision)
     executor = CudaExecutor(
         CudaExecutorConfig(
             model_dir=directory,
             dtype=args.dtype,
+            kv_cache_dtype=args.kv_cache_dtype,
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             max_model_len=args.max_model_len,
             block_size=args.block_size,
             num_kv_blocks=args.num_kv_blocks,
             kv_cache_memory=args.kv_cache_memory,
+            kv_host_memory=args.kv_host_memory,
             gpu_memory_utilization=args.gpu_memory_utilization,
             enforce_eager=args.enforce_eager,
         ),
@@ -345,9 +363,13 @@ def _cuda_parts(args: EngineArgs) -> _Parts:
         vocab_size=executor.vocab_size,
         num_kv_blocks=executor.num_kv_blocks,
         max_model_len=executor.max_model_len,
+        num_host_kv_blocks=executor.num_host_kv_blocks,
         eos_token_ids=executor.model_config.eos_token_ids,
         cost_key=CostKey(
-            model=str(directory), device=device.name, dtype=str(executor.dtype), threads=0
+            model=str(directory),
+            device=device.name,
+            dtype=" ".join(map(str, dict.fromkeys((executor.dtype, executor.cache_dtype)))),
+            threads=0,
         ),
     )
 
@@ -371,6 +393,11 @@ def _torch_parts(args: EngineArgs) -> _Parts:
         raise ConfigError(
             f"attention_backend is {args.attention_backend!r}; known are "
             f"{', '.join(backend_names())}"
+        )
+    if args.kv_host_memory:
+        logger.info(
+            "kv_host_memory does nothing on the CPU, where all KV blocks are in host memory; "
+            "kv_cache_memory is their size"
         )
     directory = resolve_model(args.model, revision=args.revision)
     _check_kv_memory(args, directory)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypedDict
 from chairlift import _core
 from chairlift.config import Config, Duration, PolicyConfig, shown
 from chairlift.errors import ConfigError
+from chairlift.host_memory import available_memory
 
 if TYPE_CHECKING:
     from chairlift.cost_model import CostCoefficients
@@ -20,10 +21,12 @@ DEFAULT_MAX_MODEL_LEN = 8_192
 _MOST_KV_BLOCKS = 2**26
 """The core's MAX_KV_BLOCKS: what stands for a pool whose size is not known yet."""
 _DEVICES = ("cpu", "cuda")
+_KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 _KINDS = {"str": str, "int": int, "bool": bool, "float": float}
 _POSITIVE = ("kv_cache_memory", "num_threads", "record_limit")
 _LARGEST = {
     "kv_cache_memory": 2**63 - 1,
+    "kv_host_memory": 2**63 - 1,
     "max_queued_tokens": 2**63 - 1,
     "seed": 2**63 - 1,
     "record_limit": 2**63 - 1,
@@ -42,6 +45,7 @@ class EngineOptions(TypedDict, total=False):
     revision: str | None
     device: str
     dtype: str
+    kv_cache_dtype: str
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int | None
@@ -49,6 +53,7 @@ class EngineOptions(TypedDict, total=False):
     block_size: int
     num_kv_blocks: int | None
     kv_cache_memory: int | None
+    kv_host_memory: int
     gpu_memory_utilization: float
     enforce_eager: bool
     enable_prefix_caching: bool
@@ -93,6 +98,9 @@ class EngineArgs:
     dtype: str = "auto"
     """``float32``, ``bfloat16``, ``float16`` (on CUDA), or ``auto``: what the device computes
     natively."""
+    kv_cache_dtype: str = "auto"
+    """``auto``: that of the model; ``fp8`` or ``fp8_e4m3``, which are the same: 8 bits a number, on
+    CUDA, for models of 16 bits."""
     max_num_seqs: int = 256
     """Most sequences that run at once."""
     max_num_batched_tokens: int = 2_048
@@ -107,6 +115,9 @@ class EngineArgs:
     """Blocks of the KV pool; None: from ``kv_cache_memory``."""
     kv_cache_memory: int | None = None
     """Bytes of the KV pool; None: a share of the memory that is available."""
+    kv_host_memory: int = 0
+    """Bytes of host memory for KV blocks that a device has no room for (the second tier); 0: none.
+    On the CPU there is nothing to gain by it: all blocks are in host memory."""
     gpu_memory_utilization: float = 0.9
     """Share of a CUDA device's memory that may be used; the KV pool gets what weights and the
     largest step leave of it."""
@@ -172,6 +183,7 @@ class CoreSettings:
     long_prefill_token_threshold: int | None
     block_size: int
     num_kv_blocks: int
+    num_host_kv_blocks: int
     enable_prefix_caching: bool
     watermark_blocks: int | None
     max_queued_requests: int
@@ -204,10 +216,19 @@ def check_args(args: EngineArgs) -> None:
         elif not isinstance(value, kind):
             wanted = "True or False" if kind is bool else "a string"
             raise ConfigError(f"{option.name} is {shown(value)}; it must be {wanted}")
-    if args.device not in _DEVICES:
-        raise ConfigError(f"device is {shown(args.device)}; known are {', '.join(_DEVICES)}")
+    for name, known in (("device", _DEVICES), ("kv_cache_dtype", _KV_CACHE_DTYPES)):
+        if getattr(args, name) not in known:
+            raise ConfigError(
+                f"{name} is {shown(getattr(args, name))}; known are {', '.join(known)}"
+            )
+    if args.kv_cache_dtype != "auto" and args.device == "cpu" and args.executor is None:
+        raise ConfigError(
+            f"kv_cache_dtype is {args.kv_cache_dtype!r}, but device is 'cpu', which keeps keys and "
+            "values in the model's dtype; leave it out, or use device='cuda'"
+        )
     if not isinstance(args.record, str | PathLike | None):
         raise ConfigError(f"record is {shown(args.record)}; it must be the path of a file")
+    _check_host_memory(args)
     for name, method in (("tokenizer", "token_table"), ("executor", "launch")):
         value = getattr(args, name)
         if not (value is None or isinstance(value, str) or hasattr(value, method)):
@@ -224,12 +245,29 @@ def check_args(args: EngineArgs) -> None:
     )
 
 
+def _check_host_memory(args: EngineArgs) -> None:
+    wanted = args.kv_host_memory
+    if not wanted:
+        return
+    if not args.enable_prefix_caching:
+        raise ConfigError(
+            f"kv_host_memory is {wanted}, but enable_prefix_caching is False, and blocks on the "
+            "host are found by it: switch it on, or leave kv_host_memory out"
+        )
+    available = available_memory()
+    if wanted > available:
+        raise ConfigError(
+            f"kv_host_memory is {wanted:,} bytes, but {available:,} are available; lower it"
+        )
+
+
 def core_settings(
     args: EngineArgs,
     *,
     max_model_len: int,
     num_kv_blocks: int,
     vocab_size: int,
+    num_host_kv_blocks: int = 0,
     cost_model: CostCoefficients | None = None,
 ) -> CoreSettings:
     """Make the core's settings of the arguments and what only the model decides.
@@ -244,6 +282,7 @@ def core_settings(
         long_prefill_token_threshold=args.long_prefill_token_threshold,
         block_size=args.block_size,
         num_kv_blocks=num_kv_blocks,
+        num_host_kv_blocks=num_host_kv_blocks,
         enable_prefix_caching=args.enable_prefix_caching,
         watermark_blocks=args.watermark_blocks,
         max_queued_requests=args.max_queued_requests,
@@ -253,7 +292,7 @@ def core_settings(
         max_in_flight_steps=args.max_in_flight_steps,
         cost_model=cost_model,
     )
-    for name in ("max_model_len", "num_kv_blocks", "vocab_size"):
+    for name in ("max_model_len", "num_kv_blocks", "num_host_kv_blocks", "vocab_size"):
         _check_integer(name, getattr(settings, name), low=0)
     return settings
 

@@ -15,8 +15,8 @@ what that is, as long as it does not fail the whole step.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -72,6 +72,11 @@ class RowResets:
     bias_values: Float32Array
     suppressed_ids: Int32Array
 
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """All of them, in this order, in which samplers take them."""
+        return tuple(getattr(self, item.name) for item in fields(self))
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -125,11 +130,13 @@ class StepPlan:
     score_num_best: Int32Array
     """[P] how many of the best candidates are told beside it."""
     block_copies: Int32Array
-    """[C, 2] (source, destination) blocks to copy before the forward pass, in any order: what one
-    copy writes no other reads or writes."""
+    """[C, 2] (source, destination) blocks to copy before the forward pass. Those to the host come
+    first and are made first, for the block that they read may be written by another copy. The
+    others may be made in any order, or side by side: what one writes no other reads or writes."""
     block_copy_locations: UInt8Array
     """[C, 2] where source and destination are: :data:`LOCATION_DEVICE` or :data:`LOCATION_HOST`;
-    the same block id in another location is another block. All are on the device today."""
+    the same block id in another location is another block. All are on the device unless the
+    engine has a second tier. No copy is from host to host."""
     resets: RowResets
 
 
@@ -162,15 +169,19 @@ class StepResult:
     """[S + 1] range of each sample's tokens, one at least; None is one each. What comes after a
     token that ends the answer is dropped, and so is what a step that is in flight already samples
     after the first of several; from then on no step of that sequence is launched ahead."""
+    graph_rows: int = 0
+    """Rows of the CUDA graph that was replayed for the step: its ``N`` sequences, and padding where
+    the graph is larger; 0: none was."""
 
 
-def check_supported(plan: StepPlan) -> None:
-    """Refuse a plan with what an executor of plain models in one memory cannot do.
+def check_supported(plan: StepPlan, *, has_host_blocks: bool = False) -> None:
+    """Refuse a plan with what an executor of plain models cannot do.
 
     Raises:
-        UnsupportedStepError: it copies to or from the host, masks logits, or uses an adapter.
+        UnsupportedStepError: it copies to or from the host without ``has_host_blocks``, masks
+            logits, or uses an adapter.
     """
-    if (plan.block_copy_locations != LOCATION_DEVICE).any():
+    if not has_host_blocks and (plan.block_copy_locations != LOCATION_DEVICE).any():
         raise UnsupportedStepError(
             f"step {plan.step} copies blocks to or from the host; this executor keeps all blocks "
             "on the device"

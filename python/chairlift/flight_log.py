@@ -14,12 +14,13 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from os import PathLike, fspath
 from typing import Any
 
 from chairlift import _core
 from chairlift.config import QUEUE_KEYS, TABLES, PolicyConfig, check_keys, shown
+from chairlift.cost_model import CostCoefficients
 from chairlift.engine_args import CoreSettings, EngineArgs
 from chairlift.errors import ConfigError
 
@@ -125,19 +126,24 @@ class FlightLog:
 
         A key is an option of the engine (``max_num_seqs``) or of the configuration
         (``queue.order``, ``classes.NAME.weight``, ``tenants.NAME.max_running``,
-        ``shedding.above``); a value is TOML, or text.
+        ``shedding.above``, ``memory.admission``, ``pace.governor``); a value is TOML, or text.
 
         Raises:
             ConfigError: a change cannot be.
         """
         settings: dict[str, Any] = json.loads(json.dumps(self._settings))
         policy: dict[str, Any] = settings.pop("policy")
+        costs: dict[str, float] | None = settings.pop("cost_model")
         for change in changes:
             key, sign, text = change.partition("=")
             if not sign:
                 raise ConfigError(f"{change} is no change; write KEY=VALUE, as max_num_seqs=64")
             _change(settings, policy, key.strip(), _value(text.strip()))
-        made = CoreSettings(**settings, policy=PolicyConfig(**policy))
+        made = CoreSettings(
+            **settings,
+            policy=PolicyConfig(**policy),
+            cost_model=None if costs is None else CostCoefficients(**costs),
+        )
         _core.check_settings(made)
         return made
 
@@ -186,8 +192,7 @@ def _change(settings: dict[str, Any], policy: dict[str, Any], key: str, value: o
     first, *path = key.split(".")
     if not path and first not in TABLES:
         name = first.replace("-", "_")
-        known = [item.name for item in fields(CoreSettings) if item.name != "policy"]
-        check_keys({name: value}, known)
+        check_keys({name: value}, settings)
         if isinstance(value, str | float):
             raise ConfigError(f"{name} is {shown(value)}; it must be an integer, true or false")
         settings[name] = value

@@ -69,8 +69,8 @@ class RequestStats:
     predicted_ttft: float | None = None
     """Seconds to the first token that the gate predicted; ``None`` before anything was measured."""
     wait_times: Mapping[str, float] = field(default_factory=dict)
-    """Seconds for which it waited for ``slots``, ``memory``, ``budget``, ``fairness``, ``rate`` and
-    ``window`` before it was scheduled; together the queue time."""
+    """Seconds for which it waited for ``slots``, ``memory``, ``budget``, ``fairness``, ``rate``,
+    ``window`` and ``sla`` before it was scheduled; together the queue time."""
 
     @classmethod
     def from_core(cls, ended: _core.Ended, num_answers: int) -> RequestStats:

@@ -47,7 +47,7 @@ def score_prompt(
     values = np.empty(offsets[-1], dtype=np.float32)
     token_ids[offsets[:-1]] = plan.score_token_ids
     failed = np.zeros(count, dtype=np.bool_)
-    longest = max(1, SLICE_BYTES // (4 * vocab_size))
+    longest = slice_rows(vocab_size)
     for begin in range(0, count, longest):
         rows = slice(begin, begin + longest)
         logits = score(hidden[rows]).float()  # [rows, vocab]
@@ -67,3 +67,8 @@ def score_prompt(
                 best.cpu().numpy()[row, rank],
             )
     return RaggedLogprobs(offsets, token_ids, values), failed
+
+
+def slice_rows(vocab_size: int) -> int:
+    """Return how many rows of logits are made at once."""
+    return max(1, SLICE_BYTES // (4 * vocab_size))

@@ -40,7 +40,7 @@ class CostProfile:
 
     ``t0 + t_seq * sequences + max(t_w, t_tok * tokens) + t_ctx * (sum of the decodes' contexts)
     + t_pair * (sum over prefill chunks of chunk * (context before + chunk / 2))
-    + t_sample * samples``, times lognormal noise.
+    + t_sample * samples + t_copy * (blocks copied from and to the host)``, times lognormal noise.
     """
 
     t0_s: float
@@ -57,6 +57,8 @@ class CostProfile:
     """A pair of a prefill token and a token before it."""
     t_sample_s: float = 0.0
     """A row of logits that is sampled."""
+    t_copy_s: float = 0.0
+    """A block that is copied from or to the host; by default that takes no time."""
     noise_sigma: float = 0.03
     """Standard deviation of the logarithm of the noise."""
 

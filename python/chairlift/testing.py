@@ -21,6 +21,7 @@ import numpy as np
 from chairlift.errors import TokenizerError
 from chairlift.executor import (
     LOCATION_DEVICE,
+    LOCATION_HOST,
     SOURCE_LAST_SAMPLED,
     STATUS_FAILED,
     BlockingExecutor,
@@ -164,6 +165,8 @@ class ScriptedExecutor(BlockingExecutor):
     fail_rows: Mapping[str | tuple[int, ...], int] = field(default_factory=dict)
     """By header, the output index at which a request's row fails."""
     num_kv_blocks: int = 512
+    num_host_kv_blocks: int = 0
+    """Blocks of the second tier."""
     block_size: int = 16
     vocab_size: int = ByteTokenizer.vocab_size
     eos_token_id: int = ByteTokenizer.eos_token_id
@@ -174,6 +177,7 @@ class ScriptedExecutor(BlockingExecutor):
     def __post_init__(self) -> None:
         """Make the pool, where -1 is a slot that was never written."""
         self._pool = np.full((self.num_kv_blocks, self.block_size), -1, dtype=np.int32)
+        self._host_blocks: dict[int, np.ndarray[Any, Any]] = {}
         self._rows: dict[int, _Row] = {}
         self._scripts = {_tokens(header): script for header, script in self.scripts.items()}
         self._fail_rows = {_tokens(header): index for header, index in self.fail_rows.items()}
@@ -184,7 +188,11 @@ class ScriptedExecutor(BlockingExecutor):
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> ScriptedExecutor:
         """Make one for ``--executor chairlift.testing:ScriptedExecutor``."""
-        return cls(num_kv_blocks=args.num_kv_blocks or 512, block_size=args.block_size)
+        return cls(
+            num_kv_blocks=args.num_kv_blocks or 512,
+            num_host_kv_blocks=args.kv_host_memory // (4 * args.block_size),  # int32 ids
+            block_size=args.block_size,
+        )
 
     def hold(self) -> None:
         """Let the next step (and those after it) stand still until :meth:`release`."""
@@ -234,10 +242,9 @@ class ScriptedExecutor(BlockingExecutor):
             time.sleep(self.step_time)
         if plan.step in self.raise_at_steps:
             raise self.error
-        check_supported(plan)
+        check_supported(plan, has_host_blocks=True)
         check_plan(plan, block_size=self.block_size, num_kv_blocks=self.num_kv_blocks)
-        for source, target in plan.block_copies:
-            self._pool[target] = self._pool[source]
+        self._copy_blocks(plan)
         for row, ints in zip(plan.resets.rows, plan.resets.ints, strict=True):
             self._rows[int(row)] = _Row(
                 child=int(ints[2]), seed=int(ints[1]), logprobs=int(ints[3])
@@ -251,6 +258,16 @@ class ScriptedExecutor(BlockingExecutor):
             broken[sequence] |= self.tokens_per_sample > 1
         self._pool.reshape(-1)[plan.slot_mapping] = token_ids
         return self._sample(plan, broken)
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        copies = zip(plan.block_copies.tolist(), plan.block_copy_locations.tolist(), strict=True)
+        for (source, target), (source_location, target_location) in copies:
+            if target_location == LOCATION_HOST:
+                self._host_blocks[target] = self._pool[source].copy()
+            elif source_location == LOCATION_HOST:
+                self._pool[target] = self._host_blocks[source]
+            else:
+                self._pool[target] = self._pool[source]
 
     def _stand_still(self, step: int) -> None:
         with self._gate:
@@ -435,10 +452,16 @@ def _check_copies(plan: StepPlan, num_kv_blocks: int) -> None:
     _require(locations.shape == copies.shape, "block_copy_locations is not [C, 2]")
     here = copies[locations == LOCATION_DEVICE]
     _require(bool(((here >= 0) & (here < num_kv_blocks)).all()), "a copy is beyond the pool")
+    to_host = locations[:, 1] == LOCATION_HOST
+    _require(bool((np.diff(to_host.astype(np.int8)) <= 0).all()), "copies to the host come first")
+    _require(bool((locations.sum(axis=1) < 2).all()), "a copy is from host to host")
     places = locations.astype(np.int64) * 2**32 + copies
-    named, counts = np.unique(places, return_counts=True)
-    once = named[counts == 1]
-    _require(bool(np.isin(places[:, 1], once).all()), "a copy depends on another")
+    for side_by_side in (places[to_host], places[~to_host]):
+        named, counts = np.unique(side_by_side, return_counts=True)
+        once = named[counts == 1]
+        _require(bool(np.isin(side_by_side[:, 1], once).all()), "a copy depends on another")
+    written = places[to_host, 1]
+    _require(not np.isin(written, places[~to_host]).any(), "a copy depends on another")
 
 
 def _covers(offsets: np.ndarray[Any, Any], parts: int, total: int) -> bool:

@@ -78,6 +78,7 @@ class CpuDevice:
         self._peak = peak
         self.loaded: list[str] = []
         self.pinned: list[tuple[int, int]] = []
+        self.unpinned: list[int] = []
         self.graphs: list[ReplayedGraph] = []
         self.profiled = 0
 
@@ -100,6 +101,9 @@ class CpuDevice:
 
     def pin(self, address, num_bytes):
         self.pinned.append((address, num_bytes))
+
+    def unpin(self, address):
+        self.unpinned.append(address)
 
     def event(self):
         return CpuEvent()

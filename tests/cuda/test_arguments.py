@@ -94,9 +94,11 @@ def paged_attention_prefill():
 
 def block_copy():
     return {
-        "addresses": ints(2, dtype=I64),
+        "addresses": ints(4, dtype=I64),
         "copies": ints(2, 2),
+        "locations": ints(2, 2, dtype=U8),
         "caches": [floats(5, 2, 16, 64), floats(5, 2, 16, 64)],
+        "host_caches": [floats(9, 2, 16, 64), floats(9, 2, 16, 64)],
     }
 
 
@@ -281,7 +283,29 @@ WRONG = [
     ),
     Wrong("block_copy", {"caches": []}, "there are no caches"),
     Wrong("block_copy", {"addresses": ints(2)}, "addresses is int32, not int64"),
-    Wrong("block_copy", {"addresses": ints(3, dtype=I64)}, "addresses has shape [3], not [2]"),
+    Wrong("block_copy", {"addresses": ints(3, dtype=I64)}, "addresses has shape [3], not [4]"),
+    Wrong("block_copy", {"host_caches": []}, "addresses has shape [4], not [2]"),
+    Wrong("block_copy", {"locations": ints(3, 2, dtype=U8)}, "copies is 2 in copies"),
+    Wrong(
+        "block_copy",
+        {"host_caches": [floats(9, 2, 16, 64)]},
+        "there are 2 caches, but 1 on the host",
+    ),
+    Wrong(
+        "block_copy",
+        {"host_caches": [floats(9, 2, 16, 64), floats(8, 2, 16, 64)]},
+        "host blocks is 9 in host_caches[0]",
+    ),
+    Wrong(
+        "block_copy",
+        {"host_caches": [floats(9, 2, 8, 64), floats(9, 2, 8, 64)]},
+        "block_size is 16 in caches[0]",
+    ),
+    Wrong(
+        "block_copy",
+        {"host_caches": [floats(9, 2, 16, 64, dtype=BF16)] * 2},
+        "host_caches[0] is bfloat16, not float16",
+    ),
     Wrong("block_copy", {"copies": ints(2)}, "copies has shape [2], not [copies, 2]"),
     Wrong(
         "block_copy",
@@ -290,7 +314,7 @@ WRONG = [
     ),
     Wrong(
         "block_copy",
-        {"caches": [floats(5, 1, 1, 4), floats(5, 1, 1, 4)]},
+        {"caches": [floats(5, 1, 1, 4)] * 2, "host_caches": [floats(5, 1, 1, 4)] * 2},
         "a block's bytes is 8, not a multiple of 16",
     ),
     Wrong("sampling_reset", {"row_params": ints(4, 8, dtype=U8)}, "row_params has shape [4, 8]"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 
 import numpy as np
@@ -10,77 +11,17 @@ import pytest
 import torch
 import transformers
 from cpu_device import CpuDevice
-from emulated_device import SCHEDULES
 from emulated_launcher import EmulatedLauncher, emulate
+from tiny_model import BLOCK, VOCAB, block_bytes, on_cpu, on_cuda
 
-from chairlift import LLM, SamplingParams
+from chairlift import LLM, SamplingParams, prompt_scores
 from chairlift.errors import ConfigError, UnsupportedModelError, UnsupportedStepError
 from chairlift.executor import STATUS_FAILED, STATUS_OK
 from chairlift.gpu import CudaExecutor, CudaExecutorConfig
 from chairlift.testing import ByteTokenizer
-from chairlift.torch_executor import TorchExecutor, TorchExecutorConfig
 from plans import generate, make_plan, place, run_step
 
-BLOCK = 8
-CHUNK = 64
-VOCAB = 258
-LENGTHS = (1, 5, 16, 61, 90)
-LIMITS = {"block_size": BLOCK, "num_kv_blocks": 40, "max_num_seqs": 8}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A small random model with norms of q and k, grouped heads and sharp logits."""
-    config = transformers.Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=160,
-        eos_token_id=2,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM(config).eval()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(40)
-    directory = tmp_path_factory.mktemp("tiny")
-    model.save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(autouse=True)
-def launcher():
-    launcher = EmulatedLauncher(SCHEDULES[0], guards=False)
-    emulate(launcher)
-    yield launcher
-    emulate(None)
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
-
-
-def on_cuda(directory, device=None, **settings):
-    settings = LIMITS | {
-        "dtype": "float32",
-        "chunk_tokens": CHUNK,
-        "max_num_batched_tokens": 64,
-        **settings,
-    }
-    return CudaExecutor(
-        CudaExecutorConfig(model_dir=directory, **settings),
-        CpuDevice() if device is None else device,
-    )
-
-
-def on_cpu(directory, **settings):
-    return TorchExecutor(TorchExecutorConfig(directory, "float32", **LIMITS, **settings))
+pytestmark = pytest.mark.usefixtures("launcher")
 
 
 @pytest.fixture(scope="module")
@@ -208,8 +149,13 @@ def test_the_engine_runs_out_of_memory_and_preempts(tiny, steps):
         ) as llm:
             outputs = llm.generate(texts, params, use_tqdm=False)
             tokens.append([output.outputs[0].token_ids for output in outputs])
-            assert llm.metrics()["preemptions"] > 0
+            metrics = llm.metrics()
+            assert metrics["preemptions"] > 0
     assert tokens[0] == tokens[1]
+    use = executor.graph_use
+    assert metrics["graph_steps"] == use.replays > 0
+    assert metrics["graph_rows"] == use.sequences + use.padding
+    assert metrics["graph_padded_rows"] == use.padding > 0
 
 
 def test_an_engine_on_cuda_is_made_of_its_options(tiny, monkeypatch, caplog):
@@ -217,8 +163,14 @@ def test_an_engine_on_cuda_is_made_of_its_options(tiny, monkeypatch, caplog):
     monkeypatch.setattr("chairlift.gpu.device.CudaDevice", lambda: device)
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     options = {"tokenizer": ByteTokenizer(), "dtype": "float32", "max_num_seqs": 4}
-    with LLM(str(tiny), **options, num_kv_blocks=40, block_size=BLOCK) as llm:
+    options["kv_host_memory"] = 1 << 20
+    with (
+        caplog.at_level("INFO", "chairlift"),
+        LLM(str(tiny), **options, num_kv_blocks=40, block_size=BLOCK) as llm,
+    ):
         (wanted,) = llm.generate("hello", params, use_tqdm=False)
+        assert llm.limits["num_host_kv_blocks"] == 0
+    assert caplog.text.count("kv_host_memory does nothing on the CPU") == 1
     with (
         caplog.at_level("INFO", "chairlift"),
         LLM(
@@ -236,7 +188,9 @@ def test_an_engine_on_cuda_is_made_of_its_options(tiny, monkeypatch, caplog):
     assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
     assert device.profiled == 1
     assert not device.graphs
-    assert 0.9 * (4 << 20) < limits["num_kv_blocks"] * 2 * 2 * 64 * 4 * BLOCK <= 4 << 20
+    assert 0.9 * (4 << 20) < limits["num_kv_blocks"] * block_bytes(torch.float32) <= 4 << 20
+    assert limits["num_host_kv_blocks"] == (1 << 20) // block_bytes(torch.float32)
+    assert "KV blocks on the host: 1 MiB, 128 blocks of 8 = 1,024 tokens" in caplog.text
     assert "in float32 on the emulator" in caplog.text
 
 
@@ -259,6 +213,10 @@ def test_plan_memory_is_pinned_once(tiny):
     assert all(address % 4096 == 0 and size % 4096 == 0 for address, size in first)
     ends = sorted((address, address + size) for address, size in first)
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(ends))
+    assert not device.unpinned
+    del executor, llm
+    gc.collect()
+    assert device.unpinned == [address for address, _ in first]
 
 
 def test_plans_made_by_hand_are_not_pinned(tiny, prompts):
@@ -292,6 +250,33 @@ def test_a_row_of_nan_fails_alone(tiny, prompts):
     result = executor.collect()
     by_row = dict(zip([0, 1, 2], result.statuses.tolist(), strict=True))
     assert by_row == {0: STATUS_OK, 1: STATUS_FAILED, 2: STATUS_OK}
+
+
+def test_prompts_are_scored_slice_by_slice(tiny, prompts, launcher, monkeypatch):
+    """As by the CPU; the launch does not wait, and a prompt that is not sound fails alone."""
+    monkeypatch.setattr(prompt_scores, "SLICE_BYTES", 7 * 4 * VOCAB)
+    results, executors = [], (on_cpu(tiny), on_cuda(tiny, max_num_batched_tokens=256))
+    for executor in executors:
+        sequences = place(prompts, max_tokens=4, block_size=BLOCK)
+        plan = make_plan(sequences, block_size=BLOCK, chunk=50, num_best=3)
+        results.append(run_step(executor, sequences, plan).prompt_logprobs)
+    wanted, found = results
+    assert found.offsets.tolist() == wanted.offsets.tolist()
+    assert found.token_ids.tolist() == wanted.token_ids.tolist()
+    assert np.allclose(found.values, wanted.values, atol=1e-4)
+    scored = [launch.grid[0] for launch in launcher.launched if "logprobs" in launch.kernel]
+    assert sum(scored) == len(plan.score_indices) > 100
+    assert max(scored) == 4  # as many as are in 7, and begin at a multiple of 16 bytes
+
+    spoilt = next(s for s in sequences if s.num_prompt == 90)
+    with torch.inference_mode():
+        for cache in executor._flat_caches:
+            cache[spoilt.blocks[0]] = float("nan")
+    plan = make_plan(sequences, block_size=BLOCK, num_best=3)
+    executor.launch(plan)
+    result = executor.collect()
+    assert plan.rows[result.statuses == STATUS_FAILED].tolist() == [spoilt.row]
+    assert len(result.prompt_logprobs.offsets) == len(plan.score_indices) + 1
 
 
 def test_blocks_are_copied_before_the_forward_pass(tiny, prompts, expected):

@@ -441,7 +441,7 @@ MMA = """
     if (lane < 16) ptx::copy_async_16(shared + 512 + 16 * lane, in + 512 + 16 * lane, 16);
     ptx::commit_copies();
     ptx::wait_for_copies<0>();
-    __syncwarp();
+    {sync}
     unsigned a[4], b[4];
     // Matrices of A: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15.
     ptx::load_matrices(a, shared + lane % 16 * 32 + lane / 16 * 16);
@@ -454,7 +454,7 @@ MMA = """
     }
 """
 MMA_OF = {
-    dtype: KERNELS.add(MMA.replace("{type}", name))
+    dtype: KERNELS.add(MMA.replace("{type}", name).replace("{sync}", "__syncwarp();"))
     for dtype, name in ((torch.float16, "half"), (torch.bfloat16, "bfloat16"))
 }
 
@@ -469,6 +469,61 @@ def test_mma_multiplies_matrices_given_by_load_matrices(dtype):
     # Sums of 16 products of exactly converted values: only their order differs.
     expected = a.float() @ b.float() + 1
     assert torch.allclose(out.view(torch.float32).view(16, 8), expected, atol=1e-5)
+
+
+UNSYNCED_MMA = [
+    KERNELS.add(MMA.replace("{type}", "half").replace("{sync}", sync))
+    for sync in (
+        "",
+        "__syncwarp(lane < 16 ? 0xffffu : 0xffff0000u);",
+        "__shfl_sync(ALL_LANES, 0, 0);",
+    )
+]
+"""No wait, one of either half of the warp alone, and an exchange, which orders no memory."""
+
+
+@pytest.mark.parametrize("number", range(len(UNSYNCED_MMA)))
+def test_matrices_that_the_warp_has_not_waited_for_are_caught(number):
+    """Lanes load what others have copied, all of which have come: the result would be right."""
+    values = torch.arange(192, dtype=torch.int32)
+    with pytest.raises(EmulatorError, match=r"load_matrices at line .* after the last wait of its"):
+        run_kernel(UNSYNCED_MMA[number], threads=32, values=values, shared_bytes=768, outputs=128)
+
+
+WRITTEN_AGAIN = """
+    DYNAMIC_SHARED(shared);
+    const int t = threadIdx.x;
+    unsigned* const rows = reinterpret_cast<unsigned*>(shared);
+    unsigned loaded[4];
+    for (int round = 0; round < 2; ++round) {
+        for (int i = 0; i < 4; ++i) rows[4 * t + i] = params.in[t] + round;
+        {sync}
+        ptx::load_matrices(loaded, rows + 4 * t);
+    }
+    params.out[t] = static_cast<int>(loaded[t % 4]);
+"""
+WRITTEN_AGAIN_WITH = {
+    sync: KERNELS.add(WRITTEN_AGAIN.replace("{sync}", sync))
+    for sync in ("__syncthreads();", "if (round == 0) __syncwarp();")
+}
+
+
+def test_a_barrier_is_waited_for_in_every_round():
+    good, bad = WRITTEN_AGAIN_WITH.values()
+    run_kernel(good, n=64, threads=64, shared_bytes=1024)
+    with pytest.raises(EmulatorError, match=r"load_matrices at line .* after the last wait of its"):
+        run_kernel(bad, n=64, threads=64, shared_bytes=1024)
+
+
+NOT_DYNAMIC = KERNELS.add(
+    "alignas(16) __shared__ unsigned rows[128]; unsigned loaded[4];"
+    "ptx::load_matrices(loaded, rows + 4 * threadIdx.x);"
+)
+
+
+def test_matrices_are_loaded_from_dynamic_shared_memory():
+    with pytest.raises(EmulatorError, match="row of thread 0 is not in dynamic shared memory"):
+        run_kernel(NOT_DYNAMIC, n=32, threads=32, shared_bytes=512)
 
 
 WHO_CAME = KERNELS.add(

@@ -44,7 +44,7 @@ from chairlift.cuda_kernels.params import (
     SiluMulParams,
     division_by,
 )
-from chairlift.cuda_kernels.work import cut_copies, cut_decode_work, cut_prefill_work
+from chairlift.cuda_kernels.work import cut_decode_work, cut_prefill_work
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -108,49 +108,44 @@ def test_silu_mul(dtype, width):
     assert torch.allclose(found.float(), expected, rtol=ROUNDING[dtype], atol=1e-6)
 
 
-def test_block_copy():
+HERE, HOST = 0, 1
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn], ids=str)
+def test_block_copy(dtype):
+    """Within the device, to the host and back: any of them in one launch, in all caches."""
+    element = torch.empty(0, dtype=dtype).element_size()
     caches = [
-        torch.arange(start, start + 7 * 12, dtype=torch.int32).view(7, 12) for start in (0, 500)
+        torch.arange(start, start + blocks * 96, dtype=torch.int32).view(torch.uint8)[
+            : blocks * 48 * element
+        ]
+        for start, blocks in ((0, 7), (2_000, 7), (4_000, 4), (6_000, 4))
     ]
-    copies = torch.tensor([[0, 3], [5, 1], [0, 6]], dtype=torch.int32)
+    caches = [cache.view(dtype).view(-1, 48) for cache in caches]  # K and V, then the host's
+    moves = [(0, HERE, 3, HERE), (5, HERE, 0, HOST), (0, HERE, 2, HOST), (3, HOST, 6, HERE)]
+    numbers = torch.tensor(moves)
+    copies = numbers[:, 0::2].int()
+    locations = numbers[:, 1::2].to(torch.uint8)
 
     def run(device: EmulatedDevice):
         addresses = [device.upload(f"cache {i}", cache) for i, cache in enumerate(caches)]
         params = BlockCopyParams(
-            device.upload("caches", torch.tensor(addresses)), device.upload("copies", copies), 48
+            caches=device.upload("caches", torch.tensor(addresses)),
+            copies=device.upload("copies", copies),
+            locations=device.upload("locations", locations),
+            block_bytes=48 * element,
         )
-        device.launch("block_copy", (3, 2, 1), 32, params)
+        device.launch("block_copy", (len(moves), 2, 1), 32, params)
         downloads = zip(addresses, caches, strict=True)
         return {str(i): device.download(*pair) for i, pair in enumerate(downloads)}
 
     found = on_every_schedule(library_of("block_copy", ("block_copy",)), run)
-    for ours, cache in zip(found.values(), caches, strict=True):
-        expected = cache.clone()
-        expected[copies[:, 1].long()] = cache[copies[:, 0].long()]
-        assert torch.equal(ours, expected)
-
-
-def test_copies_that_depend_on_one_another_are_launched_apart():
-    rng = np.random.default_rng(5)
-    cut = 0
-    for _ in range(200):
-        # Few blocks, so that sources and destinations meet; a copy onto itself is none.
-        pairs = rng.integers(0, 12, (int(rng.integers(0, 9)), 2)).astype(np.int32)
-        copies = pairs[pairs[:, 0] != pairs[:, 1]]
-        expected = np.arange(12)
-        for source, destination in copies:
-            expected[destination] = expected[source]
-        found = np.arange(12)
-        launches = cut_copies(copies)
-        for launch in launches:
-            before = found.copy()
-            for source, destination in launch[rng.permutation(len(launch))]:
-                assert found[source] == before[source]  # whatever ran before it in this launch
-                assert found[destination] == before[destination]
-                found[destination] = found[source]
-        assert found.tolist() == expected.tolist()
-        cut += len(launches) > 1
-    assert cut > 50
+    expected = [cache.clone() for cache in caches]
+    for source, from_where, destination, to_where in moves:
+        for cache in (0, 1):
+            expected[2 * to_where + cache][destination] = caches[2 * from_where + cache][source]
+    for ours, wanted in zip(found.values(), expected, strict=True):
+        assert torch.equal(ours.view(torch.uint8), wanted.view(torch.uint8))
 
 
 class TestDecode:

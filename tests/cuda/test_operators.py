@@ -56,13 +56,18 @@ def test_silu_mul(launcher, width):
 
 def test_block_copy(launcher):
     caches = [launcher.guard(randn(7, 2, 3, 8, seed=seed)) for seed in range(4)]
-    copies = launcher.guard(torch.tensor([[0, 3], [5, 1], [0, 6]], dtype=torch.int32))
-    addresses = launcher.guard(torch.tensor([cache.data_ptr() for cache in caches]))
-    wanted = [cache.clone() for cache in caches]
-    for cache in wanted:
+    host_caches = [launcher.guard(randn(2, 2, 3, 8, seed=9 + seed)) for seed in range(4)]
+    moves = torch.tensor([[0, 3], [5, 1], [0, 6], [2, 0], [1, 4]], dtype=torch.int32)
+    places = torch.tensor([[0, 0], [0, 0], [0, 0], [0, 1], [1, 0]], dtype=torch.uint8)
+    copies, locations = launcher.guard(moves), launcher.guard(places)
+    everything = [*caches, *host_caches]
+    addresses = launcher.guard(torch.tensor([cache.data_ptr() for cache in everything]))
+    wanted = [cache.clone() for cache in everything]
+    for cache, host_cache in zip(wanted[:4], wanted[4:], strict=True):
         cache[[3, 1, 6]] = cache[[0, 5, 0]]
-    ops.block_copy(addresses, copies, caches)
-    for cache, expected in zip(caches, wanted, strict=True):
+        host_cache[0], cache[4] = cache[2], host_cache[1]
+    ops.block_copy(addresses, copies, locations, caches, host_caches)
+    for cache, expected in zip(everything, wanted, strict=True):
         assert torch.equal(cache, expected)
 
 
@@ -110,12 +115,17 @@ def test_caches_of_8_bits_go_through_the_operators(number):
 
 
 def on(device: str, arguments: dict) -> list:
-    def move(value):
+    """Arguments whose tensors are there; blocks of the host stay on the host of a device."""
+
+    def move(value, device):
         if isinstance(value, torch.Tensor):
             return value.to(device)
-        return [move(each) for each in value] if isinstance(value, list) else value
+        return [move(each, device) for each in value] if isinstance(value, list) else value
 
-    return [move(value) for value in arguments.values()]
+    host = "cpu" if device == "cuda" else device
+    return [
+        move(value, host if name == "host_caches" else device) for name, value in arguments.items()
+    ]
 
 
 @pytest.mark.parametrize("name", ops.OPERATORS)
@@ -157,9 +167,10 @@ def decode_arguments():
 
 
 def block_copy_arguments():
-    caches = [randn(3, 1, 4, 8, seed=seed) for seed in range(2)]
+    caches = [randn(3, 1, 4, 8, seed=seed) for seed in range(4)]
     addresses = torch.tensor([cache.data_ptr() for cache in caches])
-    return addresses, torch.tensor([[0, 2]], dtype=torch.int32), caches
+    copies = torch.tensor([[0, 2]], dtype=torch.int32)
+    return addresses, copies, torch.tensor([[0, 1]], dtype=torch.uint8), caches[:2], caches[2:]
 
 
 OPCHECKED = {

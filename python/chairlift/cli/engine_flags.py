@@ -36,6 +36,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
         choices=["auto", "float32", "bfloat16", "float16"],
         help="precision of the model; float16 on CUDA alone",
     )
+    flag(
+        "--kv-cache-dtype",
+        choices=["auto", "fp8", "fp8_e4m3"],
+        help="precision of the KV cache; fp8 (e4m3) on CUDA alone",
+    )
     flag("--max-model-len", type=int, metavar="N", help="longest prompt and output together")
     flag("--max-num-seqs", type=int, metavar="N", help="most sequences that run at once")
     flag("--max-num-batched-tokens", type=int, metavar="N", help="token budget of one iteration")
@@ -54,6 +59,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
         help="size of the KV pool instead, such as 512M or 4G",
     )
     flag(
+        "--kv-host-memory",
+        type=memory_size,
+        metavar="SIZE",
+        help="host memory for KV blocks that a CUDA device has no room for",
+    )
+    flag(
         "--gpu-memory-utilization",
         type=float,
         metavar="SHARE",
@@ -68,6 +79,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         help="find KV blocks again by their content",
+    )
+    flag(
+        "--watermark-blocks",
+        type=int,
+        metavar="N",
+        help="blocks that a newcomer leaves free while others run (one in a hundred)",
     )
     flag("--max-queued-requests", type=int, metavar="N", help="most requests that wait")
     flag("--max-queued-tokens", type=int, metavar="N", help="most prompt tokens that wait")

@@ -37,7 +37,7 @@ class KernelArgumentError(ChairliftError, ValueError):
 
 
 class Arguments:
-    """Checks the arguments of one call. All tensors must be where the first one is."""
+    """Checks the arguments of one call. Tensors must be where the first one is, but the host's."""
 
     def __init__(self, kernel: str) -> None:
         """Begin with the name that errors tell."""
@@ -57,14 +57,20 @@ class Arguments:
         shape: Sequence[Size],
         *,
         row_stride: bool = False,
+        on_host: bool = False,
     ) -> None:
         """Check a tensor; with ``row_stride`` its first dimension may have any stride.
+
+        With ``on_host`` it is in memory of the host, wherever the others are.
 
         Raises:
             KernelArgumentError: it is elsewhere than the others, of another type or shape, not
                 contiguous, or floats at an address that is not a multiple of 16 bytes.
         """
-        self._check_device(name, tensor)
+        if not on_host:
+            self._check_device(name, tensor)
+        elif tensor.device.type not in ("cpu", "meta"):
+            raise self.error(f"{name} is on {tensor.device}, not on the host")
         wanted = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
         if tensor.dtype not in wanted:
             raise self.error(f"{name} is {_short(tensor.dtype)}, not {_any_of(wanted)}")

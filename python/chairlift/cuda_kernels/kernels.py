@@ -164,16 +164,28 @@ def check_paged_attention_prefill(
     check.grid((check["items"], check["kv_heads"], 1))
 
 
-def check_block_copy(addresses: Tensor, copies: Tensor, caches: Sequence[Tensor]) -> None:
+def check_block_copy(
+    addresses: Tensor,
+    copies: Tensor,
+    locations: Tensor,
+    caches: Sequence[Tensor],
+    host_caches: Sequence[Tensor],
+) -> None:
     """Check the arguments of :meth:`Kernels.block_copy`."""
     check = Arguments("block_copy")
     if not caches:
         raise check.error("there are no caches")
+    if len(host_caches) not in (0, len(caches)):
+        raise check.error(f"there are {len(caches)} caches, but {len(host_caches)} on the host")
     shape = ("blocks", "kv_heads", "block_size", "head_dim")
     for index, cache in enumerate(caches):
         check.tensor(f"caches[{index}]", cache, caches[0].dtype, shape)
-    check.tensor("addresses", addresses, torch.int64, (len(caches),))
+    shape = ("host blocks", *shape[1:])
+    for index, cache in enumerate(host_caches):
+        check.tensor(f"host_caches[{index}]", cache, caches[0].dtype, shape, on_host=True)
+    check.tensor("addresses", addresses, torch.int64, (len(caches) + len(host_caches),))
     check.tensor("copies", copies, torch.int32, ("copies", 2))
+    check.tensor("locations", locations, torch.uint8, ("copies", 2))
     check.multiple("a block's bytes", _block_bytes(caches[0]), VECTOR_BYTES, "one access")
     check.grid((check["copies"], len(caches), 1))
 
@@ -425,16 +437,34 @@ class Kernels(SamplingKernels):
             )
         )
 
-    def block_copy(self, addresses: Tensor, copies: Tensor, caches: Sequence[Tensor]) -> None:
-        """Copy blocks ``copies`` ``[C, 2]`` (source, destination) in all ``caches``.
+    def block_copy(
+        self,
+        addresses: Tensor,
+        copies: Tensor,
+        locations: Tensor,
+        caches: Sequence[Tensor],
+        host_caches: Sequence[Tensor],
+    ) -> None:
+        """Copy blocks in all caches. No copy may read or write what another writes.
 
-        No copy may read or write what another writes. ``addresses`` ``[caches]`` int64 are those of
-        the caches, on the device.
+        Args:
+            addresses: int64 addresses of ``caches``, then of ``host_caches``.
+            copies: ``[C, 2]`` int32 source and destination.
+            locations: ``[C, 2]`` uint8 where each of them is: 0 in ``caches``, 1 in
+                ``host_caches``.
+            caches: ``[blocks, kv_heads, block_size, head_dim]`` each.
+            host_caches: the same with their own number of blocks, in memory of the host that the
+                device reaches at its own addresses; or none.
         """
-        check_block_copy(addresses, copies, caches)
+        check_block_copy(addresses, copies, locations, caches, host_caches)
         if self._launcher is None:
             return
-        params = BlockCopyParams(addresses.data_ptr(), copies.data_ptr(), _block_bytes(caches[0]))
+        params = BlockCopyParams(
+            caches=addresses.data_ptr(),
+            copies=copies.data_ptr(),
+            locations=locations.data_ptr(),
+            block_bytes=_block_bytes(caches[0]),
+        )
         grid = (copies.shape[0], len(caches), 1)
         self._launcher.launch(Launch("block_copy", grid, COPY_THREADS, params))
 

@@ -70,8 +70,9 @@ paged_attention_prefill = _operator(
 )
 block_copy = _operator(
     "block_copy",
-    "(Tensor addresses, Tensor copies, Tensor(a!)[] caches) -> ()",
-    writes=("caches",),
+    "(Tensor addresses, Tensor copies, Tensor locations, Tensor(a!)[] caches, "
+    "Tensor(b!)[] host_caches) -> ()",
+    writes=("caches", "host_caches"),
 )
 
 sampling_reset = _operator(

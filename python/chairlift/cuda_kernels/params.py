@@ -16,6 +16,7 @@ class BlockCopyParams(Structure):
     _fields_ = (
         ("caches", c_void_p),
         ("copies", c_void_p),
+        ("locations", c_void_p),
         ("block_bytes", c_longlong),
     )
 

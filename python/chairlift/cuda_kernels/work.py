@@ -1,4 +1,4 @@
-"""Work lists: which block of an attention grid takes what, and which copies may run together."""
+"""Work lists: which block of an attention grid takes what."""
 
 from __future__ import annotations
 
@@ -82,26 +82,3 @@ def cut_prefill_work(
     keys = seq_lens[sequence] - queries[sequence] + last_token
     order = np.argsort(-keys, kind="stable")
     return np.stack((sequence, tile), axis=1)[order].astype(np.int32)
-
-
-def cut_copies(copies: Int32Array) -> list[Int32Array]:
-    """Cut a plan's copy list ``[copies, 2]`` into launches whose copies may run in any order.
-
-    In one launch no block is written twice, and none is both read and written; the launches follow
-    one another on a stream.
-    """
-    launches = []
-    begin = 0
-    sources: set[int] = set()
-    destinations: set[int] = set()
-    for index, (source, destination) in enumerate(copies.tolist()):
-        if source in destinations or destination in sources or destination in destinations:
-            launches.append(copies[begin:index])
-            begin = index
-            sources.clear()
-            destinations.clear()
-        sources.add(source)
-        destinations.add(destination)
-    if begin < len(copies):
-        launches.append(copies[begin:])
-    return launches

@@ -17,8 +17,10 @@ from chairlift.cuda_kernels.catalogue import (
     PREFILL_ROWS,
     decode_kernel,
     decode_rows,
+    kv_cache_write_kernel,
     prefill_kernel,
 )
+from chairlift.cuda_kernels.kernels import CACHE_NAMES
 from chairlift.cuda_kernels.work import (
     CHUNK_TOKENS,
     DecodeWork,
@@ -69,13 +71,12 @@ class DeviceStep:
     prefill: Tensor | None  # [items, 2]
 
 
-def kernels_of(config: ModelConfig, dtype: torch.dtype) -> list[str]:
+def kernels_of(config: ModelConfig, dtype: torch.dtype, cache_dtype: torch.dtype) -> list[str]:
     """Name the kernels that a model's steps launch, to be compiled before the first one."""
-    type_name = TYPE_NAMES[dtype]
+    type_name, cache_name = TYPE_NAMES[dtype], CACHE_NAMES[cache_dtype]
     group = config.num_heads // config.num_kv_heads
     names = (
         "paged_attention_combine",
-        "kv_cache_write",
         "rms_norm",
         "silu_mul",
         "logit_edits",
@@ -83,8 +84,9 @@ def kernels_of(config: ModelConfig, dtype: torch.dtype) -> list[str]:
         "logprobs",
     )
     return [
-        decode_kernel(type_name, config.head_dim, decode_rows(group, type_name)),
-        prefill_kernel(type_name, config.head_dim),
+        kv_cache_write_kernel(type_name, cache_name),
+        decode_kernel(type_name, config.head_dim, decode_rows(group, type_name), cache_name),
+        prefill_kernel(type_name, config.head_dim, cache_name),
         *(f"{name}<{type_name}>" for name in names),
         "sampling_reset",
         "block_copy",

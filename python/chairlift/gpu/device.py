@@ -72,7 +72,15 @@ class Device(Protocol):
         """Make a vector on the host that the device copies from and to without waiting."""
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Let the device copy from this memory of the host without waiting."""
+        """Let the device copy from this memory of the host without waiting, and its kernels reach
+        it at its own address.
+
+        Raises:
+            RuntimeError: so much cannot be pinned.
+        """
+
+    def unpin(self, address: int) -> None:
+        """Undo a :meth:`pin`, once nothing that was launched needs it any more."""
 
     def event(self) -> Event:
         """Make an event."""
@@ -141,10 +149,16 @@ class CudaDevice:
         return torch.zeros(size, dtype=dtype, pin_memory=True)
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """See :class:`Device`."""
+        """See :class:`Device`. With unified addressing, what is registered is mapped as well."""
         status = torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
             address, num_bytes, 0
         )
+        torch.cuda.check_error(int(status))
+
+    def unpin(self, address: int) -> None:
+        """See :class:`Device`."""
+        torch.cuda.synchronize(self.torch_device)
+        status = torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
         torch.cuda.check_error(int(status))
 
     def event(self) -> Event:

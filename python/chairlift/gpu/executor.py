@@ -2,15 +2,14 @@
 
 A step is launched without waiting: copies of the plan, block copies, forward, sampling, one copy of
 the tokens back; :meth:`CudaExecutor.collect` waits for that once. Steps of decodes alone are
-replayed as CUDA graphs, padded to the next larger one. Log-probabilities of prompts alone make a
-launch wait.
+replayed as CUDA graphs, padded to the next larger one.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,25 +20,28 @@ import torch
 
 from chairlift.cuda_kernels import ops
 from chairlift.cuda_kernels.catalogue import HEAD_DIMS
+from chairlift.cuda_kernels.kernels import cache_types
 from chairlift.cuda_kernels.work import CHUNK_TOKENS
 from chairlift.errors import ModelError, UnsupportedModelError
-from chairlift.executor import STATUS_OK, StepResult, check_supported
+from chairlift.executor import LOCATION_HOST, STATUS_OK, StepResult, check_supported
 from chairlift.gpu.attention import CudaBackend, CudaOps, StepWork, cut_step, kernels_of
 from chairlift.gpu.device import CudaDevice, Device, Event, Graph
 from chairlift.gpu.graphs import GraphLadder, GraphShape, GraphUse
+from chairlift.gpu.host_blocks import HostBlocks, num_host_blocks
+from chairlift.gpu.logprobs import PromptScores
 from chairlift.gpu.memory import kv_memory, partial_bytes_per_block
 from chairlift.gpu.pinning import PlanPinning
-from chairlift.gpu.plan_buffers import PlanBuffers, PlanLimits
+from chairlift.gpu.plan_buffers import PlanBuffers, PlanLimits, host_view
 from chairlift.gpu.profiling import profiling_plan
 from chairlift.gpu.sampling import DeviceSampler
 from chairlift.kv_cache import KvCache, KvPoolSize, kv_bytes_per_block, size_kv_pool
 from chairlift.models.config import ModelConfig
 from chairlift.models.llama import LlamaModel
 from chairlift.models.weights import Checkpoint
-from chairlift.prompt_scores import score_prompt
 from chairlift.torch_executor import longest_sequence, mark_failed, scored_tokens
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from chairlift.executor import Int32Array, RaggedLogprobs, StepPlan
@@ -54,6 +56,7 @@ _DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
+_FP8_CACHES = ("fp8", "fp8_e4m3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,8 @@ class CudaExecutorConfig:
     """A directory in Hugging Face's format (see :func:`chairlift.hub.resolve_model`)."""
     dtype: str = "auto"
     """``bfloat16`` (``auto``), ``float16`` or ``float32``."""
+    kv_cache_dtype: str = "auto"
+    """That of the model (``auto``), or ``fp8``, which is ``fp8_e4m3``."""
     max_num_seqs: int = 256
     """Rows: sequences that can run at once."""
     max_num_batched_tokens: int = 2_048
@@ -77,6 +82,8 @@ class CudaExecutorConfig:
     """Size of the KV pool in bytes; None: what ``gpu_memory_utilization`` leaves."""
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory that may be used."""
+    kv_host_memory: int = 0
+    """Size in bytes of the pool of KV blocks on the host, the second tier; 0: there is none."""
     enforce_eager: bool = False
     """Whether decodes are launched one by one, without CUDA graphs."""
     chunk_tokens: int = CHUNK_TOKENS
@@ -90,9 +97,9 @@ class _Step:
     plan: StepPlan
     done: Event
     sampled: Callable[[], SamplerOutput] | None
-    prompt_logprobs: RaggedLogprobs | None
-    failed_scores: Int32Array
-    """Tokens whose scores could not be told."""
+    scored: Callable[[], tuple[RaggedLogprobs, NDArray[np.bool_]]] | None
+    graph_rows: int
+    """Of the graph that was replayed; 0: none was."""
 
 
 class CudaExecutor:
@@ -124,15 +131,17 @@ class CudaExecutor:
                 f"kernels are for {HEAD_DIMS}"
             )
         self.dtype = _resolve_dtype(config.dtype)
+        self.cache_dtype = _resolve_cache_dtype(config.kv_cache_dtype, self.dtype)
         longest = longest_sequence(self.model_config, config.max_model_len)
-        self._pinning = PlanPinning(self._device.pin)
+        self._pinning = PlanPinning(self._device)
         self._backend = CudaBackend(config.chunk_tokens)
         self._in_flight: list[_Step] = []
         self._graphs: dict[GraphShape, Graph] = {}
         self.graph_use = GraphUse()
+        self._host_blocks: HostBlocks | None = None
         with self._device.active(), torch.inference_mode():
             start = time.perf_counter()
-            self._device.load(kernels_of(self.model_config, self.dtype))
+            self._device.load(kernels_of(self.model_config, self.dtype, self.cache_dtype))
             logger.info("CUDA kernels are ready, %.1f s", time.perf_counter() - start)
             start = time.perf_counter()
             if weights is None:
@@ -157,9 +166,11 @@ class CudaExecutor:
             self._sampler = DeviceSampler(
                 config.max_num_seqs, self.model_config.vocab_size, self._device
             )
+            self._prompt_scores = PromptScores(self.model_config.vocab_size, self._device)
             self.kv_pool = self._size_pool(longest)
             logger.info("%s", self.kv_pool)
             self._reserve(self.kv_pool)
+            self._reserve_host_blocks(config.kv_host_memory)
             self._capture()
 
     @property
@@ -178,6 +189,11 @@ class CudaExecutor:
         return self.kv_pool.num_blocks
 
     @property
+    def num_host_kv_blocks(self) -> int:
+        """Blocks of the pool on the host."""
+        return 0 if self._host_blocks is None else len(self._host_blocks.caches[0])
+
+    @property
     def block_size(self) -> int:
         """Tokens of a block."""
         return self.kv_pool.block_size
@@ -189,7 +205,7 @@ class CudaExecutor:
 
     def launch(self, plan: StepPlan) -> None:
         """See :class:`chairlift.executor.Executor`."""
-        check_supported(plan)
+        check_supported(plan, has_host_blocks=self._host_blocks is not None)
         with self._device.active(), torch.inference_mode():
             self._pinning.see(plan)
             self._sampler.reset(plan.resets)
@@ -203,55 +219,74 @@ class CudaExecutor:
         step.done.synchronize()
         plan = step.plan
         statuses = np.full(len(plan.rows), STATUS_OK, dtype=np.uint8)
-        mark_failed(statuses, plan, step.failed_scores)
+        prompt_logprobs = None
+        if step.scored is not None:
+            prompt_logprobs, failed = step.scored()
+            mark_failed(statuses, plan, plan.score_indices[failed])
         if step.sampled is None:
-            token_ids = np.empty(0, dtype=np.int32)
-            return StepResult(token_ids, statuses, None, step.prompt_logprobs)
+            return StepResult(np.empty(0, dtype=np.int32), statuses, None, prompt_logprobs)
         sampled = step.sampled()
         mark_failed(statuses, plan, plan.logits_indices[sampled.statuses.nonzero()])
-        return StepResult(sampled.token_ids, statuses, sampled.logprobs, step.prompt_logprobs)
+        return StepResult(
+            sampled.token_ids,
+            statuses,
+            sampled.logprobs,
+            prompt_logprobs,
+            graph_rows=step.graph_rows,
+        )
 
     def _run(self, plan: StepPlan) -> _Step:
         """Launch a step."""
         work = self._cut(plan)
         shape = self._choose_graph(plan, work)
-        scored = scored_tokens(plan)
+        indexed = scored_tokens(plan)
         sources, source_rows = _tokens_from_rows(plan)
-        step, (copies, rows, indices, to, of) = self._buffers.send(
+        step, (rows, indices, to, of) = self._buffers.send(
             plan,
             work,
             shape=shape,
-            more=(
-                plan.block_copies,
-                plan.sample_rows,
-                _int32(scored),
-                sources,
-                source_rows,
-            ),
+            more=(plan.sample_rows, _int32(indexed), sources, source_rows),
         )
-        if len(copies):
-            ops.block_copy(self._cache_addresses, copies, self._flat_caches)
+        if len(plan.block_copies):
+            self._copy_blocks(plan)
         if len(to):
             step.token_ids[to] = self._sampler.last_tokens[of]
         count = len(plan.sample_rows)
-        prompt_logprobs, failed_scores = None, np.empty(0, dtype=np.int32)
         if shape is None:
-            hidden = self._forward(step, None if scored is None else indices)
+            hidden = self._forward(step, None if indexed is None else indices)
         else:
             graph = self._graphs[shape]
             graph.replay()
             hidden = graph.output
+        scored = None
         if len(plan.score_indices):
-            prompt_logprobs, failed = score_prompt(
-                plan, hidden[count:], self._model.score, self.model_config.vocab_size
-            )
-            failed_scores = plan.score_indices[failed]
+            scored = self._prompt_scores.score(plan, hidden[count:], self._model.score)
         sampled = None
         if count:
             sampled = self._sampler.sample(self._model.score(hidden[:count]), plan, rows)
         done = self._device.event()
         done.record()
-        return _Step(plan, done, sampled, prompt_logprobs, failed_scores)
+        graph_rows = 0 if shape is None else shape.sequences
+        return _Step(plan, done, sampled, scored, graph_rows)
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        """Launch a step's block copies: those to the host, then the others, which may write what
+        those read."""
+        copies, locations = (
+            host_view(array).to(self._device.torch_device, non_blocking=True)
+            for array in (plan.block_copies, plan.block_copy_locations)
+        )
+        to_host = np.count_nonzero(plan.block_copy_locations[:, 1] == LOCATION_HOST)
+        host_caches = [] if self._host_blocks is None else self._host_blocks.caches
+        for part in (slice(to_host), slice(to_host, None)):
+            if len(copies[part]):
+                ops.block_copy(
+                    self._cache_addresses,
+                    copies[part],
+                    locations[part],
+                    self._flat_caches,
+                    host_caches,
+                )
 
     def _cut(self, plan: StepPlan) -> StepWork:
         return cut_step(
@@ -283,7 +318,7 @@ class CudaExecutor:
     def _size_pool(self, longest: int) -> KvPoolSize:
         """Size the KV pool, where it was not chosen, by what the largest step leaves."""
         config = self._config
-        bytes_per_block = kv_bytes_per_block(self.model_config, config.block_size, self.dtype)
+        bytes_per_block = kv_bytes_per_block(self.model_config, config.block_size, self.cache_dtype)
         memory_bytes = config.kv_cache_memory
         if config.num_kv_blocks is None and memory_bytes is None:
             step_bytes = self._device.peak_bytes(
@@ -328,10 +363,33 @@ class CudaExecutor:
         self._run(plan).done.synchronize()
 
     def _reserve(self, size: KvPoolSize) -> None:
-        self._cache = KvCache(self.model_config, size, self.dtype, self._device.torch_device)
+        device = self._device.torch_device
+        self._cache = KvCache(self.model_config, size, self.cache_dtype, device)
         self._flat_caches = [cache for layer in self._cache.layers for cache in layer]
-        addresses = [cache.data_ptr() for cache in self._flat_caches]
-        self._cache_addresses = torch.tensor(addresses, device=self._device.torch_device)
+        self._cache_addresses = self._addresses(self._flat_caches)
+
+    def _reserve_host_blocks(self, memory_bytes: int) -> None:
+        """Reserve the second tier, if there is one."""
+        pool = self.kv_pool
+        num_blocks = num_host_blocks(memory_bytes, pool.bytes_per_block)
+        if not num_blocks:
+            return
+        start = time.perf_counter()
+        self._host_blocks = HostBlocks(num_blocks, self._flat_caches, self._device)
+        caches = (*self._flat_caches, *self._host_blocks.caches)
+        self._cache_addresses = self._addresses(caches)
+        logger.info(
+            "KV blocks on the host: %.0f MiB, %s blocks of %d = %s tokens, %.1f s",
+            num_blocks * pool.bytes_per_block / 2**20,
+            f"{num_blocks:,}",
+            pool.block_size,
+            f"{num_blocks * pool.block_size:,}",
+            time.perf_counter() - start,
+        )
+
+    def _addresses(self, caches: Sequence[Tensor]) -> Tensor:
+        addresses = [cache.data_ptr() for cache in caches]
+        return torch.tensor(addresses, device=self._device.torch_device)
 
     def _capture(self) -> None:
         """Capture the graphs, the largest first, so that the others fit into its memory."""
@@ -365,6 +423,20 @@ def _resolve_dtype(name: str) -> torch.dtype:
         return _DTYPES[name]
     except KeyError:
         raise ModelError(f"unknown dtype {name!r}; known are {', '.join(_DTYPES)}") from None
+
+
+def _resolve_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    if name == "auto":
+        return dtype
+    if name not in _FP8_CACHES:
+        raise ModelError(
+            f"unknown kv_cache_dtype {name!r}; known are auto, {', '.join(_FP8_CACHES)}"
+        )
+    if torch.float8_e4m3fn not in cache_types(dtype):
+        raise ModelError(
+            f"kv_cache_dtype is {name!r}, which needs a model of 16 bits, but dtype is float32"
+        )
+    return torch.float8_e4m3fn
 
 
 def _int32(indices: Tensor | None) -> Int32Array:

@@ -1,14 +1,16 @@
 """Pinning the scheduler's plan memory, so that the device copies plans straight out of it.
 
 The arrays of a plan are vectors that Rust owns and never moves; each plan of the ring is pinned
-when it is first seen. Memory is pinned by whole pages, and vectors share pages, so it is pages that
-are remembered. Arrays that are not the scheduler's (plans made by hand) are left alone: their
-memory comes and goes.
+when it is first seen, and kept and unpinned with the executor: what is freed while it is pinned
+could not be pinned by whoever gets it next. Memory is pinned by whole pages, and vectors share
+pages, so it is pages that are remembered. Arrays that are not the scheduler's (plans made by hand)
+are left alone: their memory comes and goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Iterable
 from dataclasses import fields
 from mmap import PAGESIZE
 from typing import TYPE_CHECKING
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from chairlift.executor import StepPlan
+    from chairlift.gpu.device import Device
 
     AnyArray = NDArray[np.generic]
 
@@ -26,11 +29,15 @@ if TYPE_CHECKING:
 class PlanPinning:
     """Pins the memory of plans, each once."""
 
-    def __init__(self, pin: Callable[[int, int], None]) -> None:
-        """``pin(address, bytes)`` does it."""
-        self._pin = pin
+    def __init__(self, device: Device) -> None:
+        """Pin for ``device``, until this object is gone."""
+        self._device = device
         self._known: set[int] = set()  # addresses of token_ids, one a plan
         self._pages: set[int] = set()
+        self._pinned: list[int] = []  # addresses of ranges
+        self._arrays: list[AnyArray] = []  # what is on them
+        give_back = weakref.finalize(self, _give_back, device, self._pinned, self._arrays)
+        give_back.atexit = False
 
     def see(self, plan: StepPlan) -> None:
         """Pin the arrays of a plan, if they are new and the scheduler's."""
@@ -40,8 +47,10 @@ class PlanPinning:
         self._known.add(address)
         arrays = [getattr(plan, field.name) for field in fields(plan)]
         owned = [whole for array in arrays if (whole := _owned_by_rust(array)) is not None]
+        self._arrays += owned
         for begin, end in new_ranges(owned, self._pages):
-            self._pin(begin * PAGESIZE, (end - begin) * PAGESIZE)
+            self._device.pin(begin * PAGESIZE, (end - begin) * PAGESIZE)
+            self._pinned.append(begin * PAGESIZE)
 
 
 def new_ranges(arrays: Iterable[AnyArray], known: set[int]) -> list[tuple[int, int]]:
@@ -62,6 +71,12 @@ def new_ranges(arrays: Iterable[AnyArray], known: set[int]) -> list[tuple[int, i
             ranges.append((page, page + 1))
     known |= pages
     return ranges
+
+
+def _give_back(device: Device, pinned: list[int], _arrays: list[AnyArray]) -> None:
+    """Unpin, while the arrays are still there."""
+    for address in pinned:
+        device.unpin(address)
 
 
 def _address(array: AnyArray) -> int:

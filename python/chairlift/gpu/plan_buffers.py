@@ -191,7 +191,7 @@ def _num_splits(shape: GraphShape) -> int:
 
 
 def _longest_lists(limits: PlanLimits) -> int:
-    """Entries of a step's lists at most: items, splits and tiles (of a token at least), copies, and
-    indices of tokens and samples."""
+    """Entries of a step's lists at most: items, splits and tiles (of a token at least), and indices
+    of tokens and samples."""
     items = limits.sequences * limits.chunks_per_sequence
     return 3 * items + 8 * (limits.sequences + limits.tokens)

@@ -153,6 +153,12 @@ def _load_layer(
     def norm(name: str, size: int) -> Tensor:
         return weights.take(f"{prefix}{name}.weight", (size,))
 
+    def scale(of: str) -> float:
+        """Of keys or values in a cache of 8 bits, as compressed-tensors or ModelOpt name it."""
+        return weights.take_scale(
+            [f"{prefix}self_attn.{of}_scale", f"{prefix}self_attn.{of}_proj.{of}_scale"]
+        )
+
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return _Layer(
         input_norm=norm("input_layernorm", hidden),
@@ -166,6 +172,8 @@ def _load_layer(
             q_norm=norm("self_attn.q_norm", dim) if config.qk_norm else None,
             k_norm=norm("self_attn.k_norm", dim) if config.qk_norm else None,
             norm_eps=config.norm_eps,
+            k_scale=scale("k"),
+            v_scale=scale("v"),
         ),
         output=linear(("self_attn.o_proj",), (hidden,), q_rows, config.output_bias),
         post_norm=norm("post_attention_layernorm", hidden),

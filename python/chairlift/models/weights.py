@@ -9,6 +9,7 @@ the whole.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,6 +72,25 @@ class Checkpoint:
     def take_entries(self, names: Sequence[str], counts: Sequence[int]) -> Tensor:
         """Return the vectors ``names``, of ``counts`` entries each, one after the other."""
         return self._copy(names, [(count,) for count in counts])
+
+    def take_scale(self, names: Sequence[str]) -> float:
+        """Return the scale that the checkpoint has under one of ``names``; 1 if under none.
+
+        Raises:
+            WeightsError: it is not one number above 0.
+        """
+        name = next((name for name in names if name in self._sources), None)
+        if name is None:
+            return 1.0
+        tensor = self._sources[name].get_tensor(name)
+        scale = float(tensor) if tensor.numel() == 1 else math.nan
+        if not 0 < scale < math.inf:
+            shown = scale if tensor.numel() == 1 else f"of shape {list(tensor.shape)}"
+            raise WeightsError(
+                f"tensor {name} of {self._directory} is {shown}; a scale is one number above 0"
+            )
+        self._left.discard(name)
+        return scale
 
     def ignore(self, name: str) -> None:
         """Leave ``name`` out on purpose."""

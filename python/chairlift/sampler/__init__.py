@@ -63,18 +63,7 @@ class Sampler:
         if resets.rows.size == 0:
             return
         try:
-            self._sampler.reset(
-                resets.rows,
-                resets.floats,
-                resets.ints,
-                resets.id_ranges,
-                resets.bias_ranges,
-                resets.suppressed_ranges,
-                resets.ids,
-                resets.bias_ids,
-                resets.bias_values,
-                resets.suppressed_ids,
-            )
+            self._sampler.reset(*resets.arrays)
         except ValueError as error:
             raise SamplerError(str(error)) from None
 

@@ -23,6 +23,8 @@ from chairlift.server.readings import (
     blocks,
     count,
     finish_reasons,
+    graph_rows,
+    host_blocks,
     http_requests,
     kv_usage,
     loop_lag,
@@ -229,6 +231,20 @@ METRICS: tuple[Metric, ...] = (
         of_engine(count("recomputed_tokens")),
     ),
     Metric(
+        "offloaded_blocks",
+        "counter",
+        "KV blocks copied to host memory when they were evicted.",
+        (),
+        of_engine(count("offloaded_blocks")),
+    ),
+    Metric(
+        "restored_tokens",
+        "counter",
+        "Tokens copied back from host memory instead of computed.",
+        (),
+        of_engine(count("restored_tokens")),
+    ),
+    Metric(
         "memory_admissions",
         "counter",
         "Admissions of sequences to KV memory that ended, finished or preempted.",
@@ -330,16 +346,32 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "iteration_padded_share",
         "gauge",
-        "Share of the rows of late that were padding.",
+        "Share of the rows of late that were kept for answers that had ended, as batches do that "
+        "leave together.",
         (),
         of_engine(lambda of: of["pace"]["padded_share"]),
     ),
     Metric(
         "padded_rows",
         "counter",
-        "Rows that were padding, summed over the iterations.",
+        "Rows kept for answers that had ended, summed over the iterations.",
         (),
         of_engine(lambda of: of["pace"]["padded_rows"]),
+    ),
+    Metric(
+        "cuda_graph_steps",
+        "counter",
+        "Iterations that were replayed as a CUDA graph.",
+        (),
+        of_engine(count("graph_steps")),
+    ),
+    Metric(
+        "cuda_graph_rows",
+        "counter",
+        "Rows of those graphs, by kind: sequence, or padding where the graph was larger than the "
+        "iteration.",
+        ("kind",),
+        of_engine_by(graph_rows),
     ),
     Metric(
         "scheduler_seconds",
@@ -361,6 +393,13 @@ METRICS: tuple[Metric, ...] = (
         "KV blocks by state: used, cached (findable, used by nobody), free.",
         ("state",),
         of_engine_by(blocks),
+    ),
+    Metric(
+        "kv_host_blocks",
+        "gauge",
+        "KV blocks in host memory by state: used (being copied), cached (findable), free.",
+        ("state",),
+        of_engine_by(host_blocks),
     ),
     # The gate and the queue.
     Metric(
@@ -430,7 +469,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "device_seconds",
         "counter",
-        "Seconds of iterations, shared out by the tokens that each class had in them.",
+        "Seconds of iterations, shared out by what each class caused, as device time is priced.",
         _CLASS,
         of_classes(count("device_time")),
     ),
@@ -494,7 +533,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "tenant_device_seconds",
         "counter",
-        "Seconds of iterations, shared out by the tokens that each tenant had in them.",
+        "Seconds of iterations, shared out by what each tenant caused, as device time is priced.",
         _TENANT,
         of_tenants(count("device_time")),
     ),

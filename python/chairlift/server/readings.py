@@ -267,6 +267,17 @@ def blocks(engine: Group) -> dict[str, float]:
     return {state: engine[f"{state}_blocks"] for state in ("used", "cached", "free")}
 
 
+def graph_rows(engine: Group) -> dict[str, float]:
+    """Rows of replayed CUDA graphs by kind."""
+    padding = engine["graph_padded_rows"]
+    return {"sequence": engine["graph_rows"] - padding, "padding": padding}
+
+
+def host_blocks(engine: Group) -> dict[str, float]:
+    """KV blocks in host memory by state."""
+    return {state: engine[f"host_{state}_blocks"] for state in ("used", "cached", "free")}
+
+
 def http_requests(snapshot: Snapshot) -> Samples:
     """Answers by method, route and status."""
     if snapshot.http is not None:

@@ -38,6 +38,9 @@ pub struct Settings {
     pub block_size: u32,
     /// Blocks in the KV pool.
     pub num_kv_blocks: u32,
+    /// Blocks of a second tier, on the host, that keep what is evicted from the pool; 0: there is none. It
+    /// needs prefix caching.
+    pub num_host_kv_blocks: u32,
     /// Whether full blocks are kept and found again by their content.
     pub enable_prefix_caching: bool,
     /// Blocks that a newcomer must leave free while others run, so that their next blocks are there;
@@ -67,6 +70,7 @@ impl Default for Settings {
             long_prefill_token_threshold: None,
             block_size: 16,
             num_kv_blocks: 4_096,
+            num_host_kv_blocks: 0,
             enable_prefix_caching: true,
             watermark_blocks: None,
             max_queued_requests: 4_096,
@@ -120,6 +124,7 @@ impl Settings {
         }
         let bounded = [
             ("num_kv_blocks", self.num_kv_blocks, MAX_KV_BLOCKS),
+            ("num_host_kv_blocks", self.num_host_kv_blocks, MAX_KV_BLOCKS),
             (
                 "max_in_flight_steps",
                 self.max_in_flight_steps,
@@ -130,6 +135,14 @@ impl Settings {
             if value > max {
                 return Err(ConfigError::TooLarge { key, value, max });
             }
+        }
+        if self.num_host_kv_blocks > 0 && !self.enable_prefix_caching {
+            return Err(ConfigError::Invalid {
+                key: "num_host_kv_blocks".into(),
+                value: self.num_host_kv_blocks.to_string(),
+                allowed: "0 without prefix caching: blocks on the host are found by their content"
+                    .into(),
+            });
         }
         let pool_tokens = u64::from(self.num_kv_blocks) * u64::from(self.block_size);
         let max_model_len = u64::from(self.max_model_len).min(pool_tokens) as u32;
@@ -230,6 +243,11 @@ impl Limits {
     /// Blocks in the KV pool.
     pub fn num_kv_blocks(&self) -> u32 {
         self.settings.num_kv_blocks
+    }
+
+    /// Blocks of the second tier, on the host.
+    pub fn num_host_kv_blocks(&self) -> u32 {
+        self.settings.num_host_kv_blocks
     }
 
     /// Whether full blocks are found again by their content.

@@ -18,7 +18,7 @@ use crate::iteration::progress::Progress;
 use crate::iteration::scheduler::Scheduler;
 use crate::iteration::seats::{OldestWaits, Seat};
 use crate::iteration::shares::Share;
-use crate::memory::blocks::BlockCopy;
+use crate::memory::blocks::{BlockCopy, CopyKind};
 use crate::metrics::{GroupMetrics, IterationMetrics, MemoryMetrics, Metrics, PaceMetrics};
 use crate::output::OutputBatch;
 use crate::predict::iteration_time::CostModel;
@@ -220,7 +220,8 @@ impl Engine {
         let has_copy = |(key, copy): &&(SequenceKey, BlockCopy)| {
             let owner = self.ledger.sequences.get(key.0);
             let block = copy.destination().block;
-            owner.is_some_and(|owner| owner.table.blocks().contains(&block))
+            copy.kind() != CopyKind::Offload
+                && owner.is_some_and(|owner| owner.table.blocks().contains(&block))
         };
         let owners = step.copies.iter().filter(has_copy).map(|&(key, _)| key);
         let in_step = step.parts().map(|part| part.sequence);
@@ -265,8 +266,9 @@ impl Engine {
 
     /// A step has landed without results: all that were in it have ended.
     fn drop_step(&mut self, now: Time, step: Step) {
-        for part in step.parts() {
-            self.ledger.sequences[part.sequence.0].land(part.num_tokens);
+        let block_size = self.limits.block_size();
+        for (key, num_tokens) in step.num_landing(block_size) {
+            self.ledger.sequences[key.0].land(num_tokens);
         }
         self.lane.in_flight.landed(step, now);
         remove_ended(&mut self.ledger, &mut self.lane);
@@ -397,6 +399,7 @@ impl Engine {
     /// Counters and gauges.
     pub fn metrics(&self) -> Metrics {
         let pool = self.lane.pool.usage();
+        let host = self.lane.pool.host_usage();
         Metrics {
             live: self.ledger.live.len() as u64,
             queued: u64::from(self.ledger.door.queued()),
@@ -412,6 +415,9 @@ impl Engine {
             free_blocks: u64::from(pool.free),
             used_blocks: u64::from(pool.used),
             cached_blocks: u64::from(pool.cached),
+            host_free_blocks: u64::from(host.free),
+            host_used_blocks: u64::from(host.used),
+            host_cached_blocks: u64::from(host.cached),
             ..self.ledger.counters
         }
     }
@@ -469,8 +475,10 @@ impl Engine {
     /// out.
     fn audit_flights(&self) -> Result<(), String> {
         let mut in_flight: HashMap<usize, u32> = HashMap::new();
-        for part in self.lane.in_flight.iter().flat_map(Step::parts) {
-            *in_flight.entry(part.sequence.0).or_default() += part.num_tokens;
+        let block_size = self.limits.block_size();
+        let steps = self.lane.in_flight.iter();
+        for (key, num_tokens) in steps.flat_map(|step| step.num_landing(block_size)) {
+            *in_flight.entry(key.0).or_default() += num_tokens;
         }
         let leaves_nobody_out = self.lane.is_ahead() && self.limits.max_in_flight_steps() == 1;
         for (key, sequence) in &self.ledger.sequences {

@@ -183,17 +183,17 @@ pub enum SubmitError {
         /// How long the request may wait, in microseconds.
         max_queue_time_us: u64,
     },
-    /// The first token would come after the class's target.
+    /// The first token would come after the class's target, or the request's deadline.
     #[error(
-        "the first token is predicted after {predicted_us} us, but class {class} promises it \
-         within {target_us} us; retry later"
+        "the first token is predicted after {predicted_us} us, but {} within {target_us} us; \
+         retry later", whose_target(.class.as_ref())
     )]
     TtftUnreachable {
-        /// The class.
-        class: String,
+        /// The class whose target it is; `None`: the request has a deadline.
+        class: Option<String>,
         /// Predicted time to first token, in microseconds.
         predicted_us: u64,
-        /// The target, in microseconds.
+        /// The target, or what is left until the deadline, in microseconds.
         target_us: u64,
     },
     /// The class promises a queue time that promises made before leave no room for.
@@ -313,6 +313,11 @@ impl SubmitError {
 
 fn of_class(class: Option<&String>) -> String {
     class.map_or_else(String::new, |class| format!(" in class {class}"))
+}
+
+fn whose_target(class: Option<&String>) -> String {
+    let of_class = |class| format!("class {class} promises it");
+    class.map_or_else(|| "its deadline is".into(), of_class)
 }
 
 /// Results that do not belong to the step in flight. The executor is at fault; its requests fail.

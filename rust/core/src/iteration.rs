@@ -24,5 +24,6 @@ pub(crate) mod sequence;
 pub mod shares;
 pub(crate) mod submission;
 pub(crate) mod tally;
+pub(crate) mod tier;
 pub(crate) mod timers;
 pub(crate) mod write;

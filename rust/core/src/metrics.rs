@@ -51,8 +51,12 @@ pub struct Metrics {
     pub cached_tokens: u64,
     /// Sequences preempted.
     pub preemptions: u64,
-    /// Tokens that were computed, lost in a preemption, and had to be computed again.
+    /// Tokens that were computed, lost in a preemption, and scheduled to be computed again.
     pub recomputed_tokens: u64,
+    /// Blocks copied to the host when they were evicted.
+    pub offloaded_blocks: u64,
+    /// Tokens whose K and V were copied from the host instead of computed.
+    pub restored_tokens: u64,
     /// Sequences admitted ahead of the first of the queue, which did not fit.
     pub backfilled: u64,
     /// Times that the promised start of the first of the queue was put off, because sequences ran longer
@@ -78,6 +82,12 @@ pub struct Metrics {
     pub used_blocks: u64,
     /// Gauge: blocks with findable content that nobody uses.
     pub cached_blocks: u64,
+    /// Gauge: blocks on the host that hold nothing.
+    pub host_free_blocks: u64,
+    /// Gauge: blocks on the host that are being copied.
+    pub host_used_blocks: u64,
+    /// Gauge: blocks on the host with findable content.
+    pub host_cached_blocks: u64,
     /// Rejections by reason; their sum is `rejected`.
     pub rejections: Rejections,
 }

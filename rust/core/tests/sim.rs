@@ -53,6 +53,7 @@ const EXACT: CostProfile = CostProfile {
     t_ctx_s: 0.1e-3,
     t_pair_s: 0.01e-3,
     t_sample_s: 0.0,
+    t_copy_s: 0.0,
     noise_sigma: 0.0,
 };
 
@@ -362,6 +363,7 @@ fn capacity_is_the_rate_at_which_a_burst_is_served() {
     };
     let profile = CostProfile {
         t_sample_s: 0.0,
+        t_copy_s: 0.0,
         t0_s: 0.01,
         t_seq_s: 0.0,
         t_w_s: 0.0,
@@ -562,4 +564,51 @@ fn what_cannot_be_simulated_is_refused() {
             ..
         })
     ));
+}
+
+/// The same crowd, whose blocks may go to the host, where a copied block takes so long.
+fn crowd_with_host(num_host_kv_blocks: u32, t_copy_s: f64) -> (SimConfig, Workload) {
+    let (mut config, workload) = crowd(3);
+    config.settings.enable_prefix_caching = true;
+    config.settings.num_host_kv_blocks = num_host_kv_blocks;
+    config.profile.t_copy_s = t_copy_s;
+    (config, workload)
+}
+
+#[test]
+fn blocks_on_the_host_save_computing_under_memory_pressure() {
+    let recomputed = |num_host_kv_blocks| {
+        let (config, workload) = crowd_with_host(num_host_kv_blocks, 50e-6);
+        run(&config, &workload).recomputed_tokens
+    };
+    let (without, with) = (recomputed(0), recomputed(400));
+    assert!(without > 1_000, "{without}");
+    assert!(10 * with < without, "{with} with a host, {without} without");
+}
+
+#[test]
+fn copies_that_cost_too_much_are_learned_and_not_made_any_more() {
+    // A block of 16 tokens takes 512 us to compute, and there and back must take less.
+    let copies = |t_copy_s| {
+        let (config, workload) = crowd_with_host(400, t_copy_s);
+        let (mut early, mut late, mut steps) = (0, 0, 0);
+        simulate(&config, &workload, |_, view| {
+            steps += 1;
+            let copies = view.plan.num_host_copies();
+            if steps <= 400 {
+                early += copies
+            } else {
+                late += copies
+            }
+            ControlFlow::Continue(())
+        })
+        .expect("a simulation that can be");
+        assert!(steps > 1_000, "{steps}");
+        (early, late)
+    };
+    let (early, late) = copies(50e-6);
+    assert!(early > 0 && late > 100, "{early}, then {late}");
+    let (early, late) = copies(5e-3);
+    assert!(early > 0, "it has to be tried");
+    assert!(late * 20 < early, "{early}, then {late}");
 }

@@ -338,6 +338,7 @@ impl EngineClient {
             ("max_chunk_tokens", limits.max_chunk_tokens()),
             ("block_size", limits.block_size()),
             ("num_kv_blocks", limits.num_kv_blocks()),
+            ("num_host_kv_blocks", limits.num_host_kv_blocks()),
             ("watermark_blocks", limits.watermark_blocks()),
             ("max_queued_requests", limits.max_queued_requests()),
             ("vocab_size", limits.vocab_size()),

@@ -55,6 +55,8 @@ pub struct Step {
     pub lease: PlanLease,
     /// Filled by the executor thread.
     pub results: StepResults,
+    /// Rows of the CUDA graph that was replayed for the step, padding included; 0 if none was.
+    pub graph_rows: u32,
 }
 
 impl Step {

@@ -18,6 +18,7 @@ pub struct CoefficientsView {
     t_ctx_us: f64,
     t_pair_us: f64,
     t_sample_us: f64,
+    t_copy_us: f64,
     most_tokens: f64,
 }
 
@@ -31,6 +32,7 @@ impl From<CoefficientsView> for Coefficients {
             t_ctx_us: view.t_ctx_us,
             t_pair_us: view.t_pair_us,
             t_sample_us: view.t_sample_us,
+            t_copy_us: view.t_copy_us,
             most_tokens: view.most_tokens,
         }
     }
@@ -66,8 +68,8 @@ impl Learned {
     }
 }
 
-/// Fits a log of `I` iterations: `[I, 5]` shapes (sequences, tokens, decode context, prefill pairs,
-/// samples) and `[I]` microseconds. `None` if that is too little to go by.
+/// Fits a log of `I` iterations: `[I, 6]` shapes (sequences, tokens, decode context, prefill pairs,
+/// samples, copies) and `[I]` microseconds. `None` if that is too little to go by.
 #[pyfunction]
 #[expect(
     clippy::needless_pass_by_value,
@@ -79,22 +81,23 @@ pub fn fit_cost_model(
     time_us: PyBuffer<f64>,
 ) -> PyResult<Option<Bound<'_, PyDict>>> {
     let (shapes, times) = (shapes.to_vec(py)?, time_us.to_vec(py)?);
-    if shapes.len() != 5 * times.len() {
+    if shapes.len() != 6 * times.len() {
         let message = format!(
-            "{} numbers are no {} shapes of 5",
+            "{} numbers are no {} shapes of 6",
             shapes.len(),
             times.len()
         );
         return Err(setup_error(&message, "invalid_log"));
     }
     let mut model = CostModel::default();
-    for (shape, &time_us) in shapes.chunks_exact(5).zip(&times) {
+    for (shape, &time_us) in shapes.chunks_exact(6).zip(&times) {
         let shape = StepShape {
             sequences: shape[0],
             tokens: shape[1],
             decode_context: shape[2],
             prefill_pairs: shape[3],
             samples: shape[4],
+            copies: shape[5],
         };
         model.observe(&shape, time_us);
     }

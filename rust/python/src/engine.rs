@@ -28,6 +28,7 @@ use crate::cost_model::{CoefficientsView, Learned};
 use crate::delivery::Outbox;
 use crate::errors::{config_error, misuse, setup_error};
 use crate::executor_thread::{self, ExecutorEnd};
+use crate::flight_log::json;
 use crate::link;
 use crate::log_writer::LogWriter;
 use crate::plan_memory::plan_sets;
@@ -43,6 +44,7 @@ struct SettingsView {
     long_prefill_token_threshold: Option<u32>,
     block_size: u32,
     num_kv_blocks: u32,
+    num_host_kv_blocks: u32,
     enable_prefix_caching: bool,
     watermark_blocks: Option<u32>,
     max_queued_requests: u32,
@@ -63,6 +65,7 @@ pub fn read_settings(settings: &Bound<'_, PyAny>) -> PyResult<Settings> {
         long_prefill_token_threshold: view.long_prefill_token_threshold,
         block_size: view.block_size,
         num_kv_blocks: view.num_kv_blocks,
+        num_host_kv_blocks: view.num_host_kv_blocks,
         enable_prefix_caching: view.enable_prefix_caching,
         watermark_blocks: view.watermark_blocks,
         max_queued_requests: view.max_queued_requests,
@@ -152,6 +155,7 @@ impl EngineCore {
         let ring = plan_sets(&limits, NUM_SETS).into_iter().map(|lease| Step {
             lease,
             results: StepResults::default(),
+            graph_rows: 0,
         });
         let epoch = Instant::now();
         let end = SchedulerEnd {
@@ -268,6 +272,14 @@ impl Drop for EngineCore {
 #[pyfunction]
 pub fn check_settings(settings: &Bound<'_, PyAny>) -> PyResult<()> {
     validate(&read_settings(settings)?).map(drop)
+}
+
+/// The settings as the core has them, as JSON; without any, the core's own defaults.
+#[pyfunction]
+#[pyo3(signature = (settings = None))]
+pub fn settings_json(settings: Option<&Bound<'_, PyAny>>) -> PyResult<String> {
+    let settings = settings.map(read_settings).transpose()?;
+    json(&settings.unwrap_or_default())
 }
 
 /// Raises what starting an engine with this `PolicyConfig` would raise.

@@ -17,7 +17,7 @@ use pyo3::types::PyDict;
 
 use crate::command::{Command, Step, recv_soon};
 use crate::plan_views::PlanViews;
-use crate::step_result::ResultReader;
+use crate::step_result::{ResultReader, read_graph_rows};
 
 /// How long the next step is expected after one has ended: it takes the scheduler less.
 const PATIENCE: Duration = Duration::from_micros(100);
@@ -164,10 +164,16 @@ impl Worker<'_> {
         if let Some(failure) = failure {
             return Ok(Command::StepFailed(step, failure));
         }
-        let Step { lease, results } = &mut step;
+        let Step {
+            lease,
+            results,
+            graph_rows,
+        } = &mut step;
         let collected = self.collect.call0().and_then(|result| {
             let plan = lease.plan();
-            self.reader.read(&result, plan, self.vocab_size, results)
+            self.reader.read(&result, plan, self.vocab_size, results)?;
+            *graph_rows = read_graph_rows(&result, plan)?;
+            Ok(())
         });
         match collected {
             Ok(()) => Ok(Command::StepDone(step)),

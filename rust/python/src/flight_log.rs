@@ -432,7 +432,8 @@ impl Watch {
     }
 }
 
-fn json(value: &impl Serialize) -> PyResult<String> {
+/// JSON text of a value.
+pub fn json(value: &impl Serialize) -> PyResult<String> {
     let text = serde_json::to_string(value);
     text.map_err(|error| pyo3::exceptions::PyRuntimeError::new_err(error.to_string()))
 }

@@ -39,7 +39,7 @@ struct Record {
 
 impl Record {
     /// The terms that its time depended on, in the order of the cost model.
-    fn shape(&self) -> [f64; 5] {
+    fn shape(&self) -> [f64; 6] {
         let shape = &self.shape;
         [
             shape.sequences,
@@ -47,6 +47,7 @@ impl Record {
             shape.decode_context,
             shape.prefill_pairs,
             shape.samples,
+            shape.copies,
         ]
     }
 }
@@ -157,8 +158,8 @@ impl Recent {
         };
         seconds("time", |record| record.at.0)?;
         seconds("duration", |record| record.duration_us)?;
-        let shapes: Vec<[f64; 5]> = self.records.iter().map(Record::shape).collect();
-        dict.set_item("shape", copied(py, &shapes, ("float64", 5))?)?;
+        let shapes: Vec<[f64; 6]> = self.records.iter().map(Record::shape).collect();
+        dict.set_item("shape", copied(py, &shapes, ("float64", 6))?)?;
         set(&dict, "row_classes", &self.row_classes, "int32")?;
         set(&dict, "row_decodes", &self.row_decodes, "uint8")?;
         dict.set_item("classes", &self.classes)?;

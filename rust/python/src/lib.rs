@@ -49,7 +49,7 @@ mod _core {
     #[pymodule_export]
     use crate::cost_model::fit_cost_model;
     #[pymodule_export]
-    use crate::engine::{EngineCore, check_policy, check_settings};
+    use crate::engine::{EngineCore, check_policy, check_settings, settings_json};
     #[pymodule_export]
     use crate::flight_log::{FlightLog, RecordedRun};
     #[pymodule_export]

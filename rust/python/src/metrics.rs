@@ -28,9 +28,24 @@ pub struct EngineMetrics {
     pub in_flight_us: u64,
     /// Time the scheduler spent on planning and committing, summed over the steps.
     pub scheduler_us: u64,
+    /// Steps that were replayed as a CUDA graph.
+    pub graph_steps: u64,
+    /// Rows of those graphs, summed over the steps.
+    pub graph_rows: u64,
+    /// Those of them that were no sequence's.
+    pub graph_padded_rows: u64,
 }
 
 impl EngineMetrics {
+    /// Counts the graph of so many rows (0: there was none) that was replayed for a step.
+    pub fn count_graph(&mut self, rows: u32, sequences: usize) {
+        if rows > 0 {
+            self.graph_steps += 1;
+            self.graph_rows += u64::from(rows);
+            self.graph_padded_rows += u64::from(rows).saturating_sub(sequences as u64);
+        }
+    }
+
     /// As a dictionary; names of times end in their unit, histograms are of seconds or of numbers.
     pub fn to_dict(self, py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
         let core = &self.core;
@@ -55,6 +70,8 @@ impl EngineMetrics {
             ("cached_tokens", core.cached_tokens),
             ("preemptions", core.preemptions),
             ("recomputed_tokens", core.recomputed_tokens),
+            ("offloaded_blocks", core.offloaded_blocks),
+            ("restored_tokens", core.restored_tokens),
             ("backfilled", core.backfilled),
             ("forecast_slips", core.forecast_slips),
             ("live", core.live),
@@ -66,12 +83,18 @@ impl EngineMetrics {
             ("free_blocks", core.free_blocks),
             ("used_blocks", core.used_blocks),
             ("cached_blocks", core.cached_blocks),
+            ("host_free_blocks", core.host_free_blocks),
+            ("host_used_blocks", core.host_used_blocks),
+            ("host_cached_blocks", core.host_cached_blocks),
             ("device_us", core.device_us),
             ("steps", self.steps),
             ("failed_steps", self.failed_steps),
             ("step_us", self.step_us),
             ("in_flight_us", self.in_flight_us),
             ("scheduler_us", self.scheduler_us),
+            ("graph_steps", self.graph_steps),
+            ("graph_rows", self.graph_rows),
+            ("graph_padded_rows", self.graph_padded_rows),
         ];
         for (name, value) in entries {
             dict.set_item(name, value)?;

@@ -356,6 +356,8 @@ impl Scheduler {
     fn step_done(&mut self, now: Time, step: Step) {
         let number = step.plan().step;
         if self.landed(number).is_some() {
+            self.stats
+                .count_graph(step.graph_rows, step.plan().num_seqs());
             let since = Instant::now();
             let committed = self.engine.commit(now, number, &step.results);
             self.stats.scheduler_us += since.elapsed().as_micros() as u64;

@@ -36,6 +36,7 @@ struct ProfileView {
     t_ctx_s: f64,
     t_pair_s: f64,
     t_sample_s: f64,
+    t_copy_s: f64,
     noise_sigma: f64,
 }
 
@@ -218,6 +219,7 @@ fn read_config(
             t_ctx_s: profile.t_ctx_s,
             t_pair_s: profile.t_pair_s,
             t_sample_s: profile.t_sample_s,
+            t_copy_s: profile.t_copy_s,
             noise_sigma: profile.noise_sigma,
         },
         seed: options.seed,

@@ -144,6 +144,19 @@ impl ResultReader {
     }
 }
 
+/// Reads how many rows the CUDA graph had that was replayed for a step; 0 if none was.
+pub fn read_graph_rows(result: &Bound<'_, PyAny>, plan: &StepPlan) -> PyResult<u32> {
+    let rows = result.getattr(pyo3::intern!(result.py(), "graph_rows"))?;
+    let sequences = plan.num_seqs();
+    match rows.extract::<u32>() {
+        Ok(rows) if rows == 0 || rows as usize >= sequences => Ok(rows),
+        _ => Err(PyValueError::new_err(format!(
+            "StepResult.graph_rows is {rows}; it must be 0, or an integer not below the {sequences} \
+             sequences of the step"
+        ))),
+    }
+}
+
 /// Names of the three arrays of a `RaggedLogprobs`, for messages.
 struct Names {
     offsets: &'static str,

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "threads.h"
+#include "shared_image.h"
 
 #define __global__
 #define __device__
@@ -66,7 +66,7 @@ inline T __ldg(const T* address) {
     return *address;
 }
 
-inline void __syncthreads(int line = __builtin_LINE()) { emulator::barrier(line); }
+inline void __syncthreads(int line = __builtin_LINE()) { emulator::barrier(line, emulator::take_images); }
 inline void __threadfence() {}
 
 namespace emulator {
@@ -98,8 +98,6 @@ T shuffle(unsigned mask, T value, unsigned source, int line) {
     return out;
 }
 
-inline void nothing(Thread*, unsigned) {}
-
 inline void ballot(Thread* warp, unsigned mask) {
     unsigned votes = 0;
     for (unsigned lane = 0; lane < 32; ++lane) {
@@ -125,7 +123,7 @@ T atomically(T* address, Change change) {
 }  // namespace emulator
 
 inline void __syncwarp(unsigned mask = 0xffffffffu, int line = __builtin_LINE()) {
-    emulator::warp_operation(emulator::nothing, mask, nullptr, nullptr, line);
+    emulator::warp_operation(emulator::wait_for_warp, mask, nullptr, nullptr, line);
 }
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32, int line = __builtin_LINE()) {

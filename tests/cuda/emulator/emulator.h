@@ -3,7 +3,7 @@
 // A kernel takes one parameter struct by value. Blocks run one after the other, in the order of the
 // schedule too; a launch ends with a message when a thread touches what is not its buffers' (guarded
 // memory), indexes beyond an array or through a misaligned pointer (traps that g++ puts in), waits where
-// others do not (divergence), or leaves a copy in flight. Not emulated: the memory model (a missing
+// others do not (divergence), loads matrices that its warp has not waited for, or leaves a copy in flight. Not emulated: the memory model (a missing
 // __threadfence shows nothing), several blocks at once, limits of registers, and time.
 
 #pragma once
@@ -88,6 +88,7 @@ private:
 /// Runs one block; false if it failed.
 inline bool run_block(unsigned shared_bytes) {
     std::memset(dynamic_shared, 0xff, shared_bytes);
+    take_images();
     num_ended = num_at_barrier = 0;
     for (unsigned i = 0; i < num_threads; ++i) {
         threads[i].index = {i % blockDim.x, i / blockDim.x % blockDim.y,
@@ -147,6 +148,8 @@ inline const char* launch_kernel(const Kernel& kernel, const Launch& launch, con
         map_buffer("shared memory", launch.shared_bytes, static_cast<Placement>(launch.placement));
     buffers.push_back(shared);
     dynamic_shared = shared.data;
+    dynamic_shared_bytes = shared.bytes;
+    shared_images.resize((in_block + 31) / 32 * shared.bytes);
     bool passed;
     {
         const FaultHandlers handlers;

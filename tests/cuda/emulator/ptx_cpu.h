@@ -102,6 +102,9 @@ void load_matrices_of_warp(emulator::Thread* warp, unsigned) {
         return static_cast<const unsigned short*>(address)[column];
     };
     for (unsigned lane = 0; lane < 32; ++lane) {
+        emulator::check_row(warp[lane], *static_cast<const void* const*>(warp[lane].in));
+    }
+    for (unsigned lane = 0; lane < 32; ++lane) {
         unsigned* const to = static_cast<unsigned*>(warp[lane].out);
         const unsigned group = lane / 4;
         const unsigned pair = lane % 4 * 2;

@@ -210,8 +210,8 @@ inline void fiber_main() {
     }
 }
 
-/// Block barrier: everybody must come, and to the same one.
-inline void barrier(int line) {
+/// Block barrier: everybody must come, and to the same one; the last to come completes it.
+inline void barrier(int line, void (*complete)()) {
     threads[current].line = line;
     set_state(current, State::AtBarrier);
     if (++num_at_barrier < num_threads) {
@@ -219,6 +219,7 @@ inline void barrier(int line) {
         return;
     }
     num_at_barrier = 0;
+    complete();
     for (unsigned i = 0; i < num_threads; ++i) {
         if (threads[i].line != line) {
             fail("divergent barrier: thread %u waits at line %d, thread %u at line %d", i,

@@ -228,8 +228,8 @@ pub struct Policy {
     /// How much a token processed by the engine since it arrived moves a waiting request forward, in
     /// predicted tokens; for [`Order::Shortest`] and [`Order::Footprint`].
     pub ageing: f64,
-    /// Longest wait behind higher levels, in microseconds: some iterations earlier a request is
-    /// promoted, so that it is scheduled by then unless no place comes free.
+    /// Longest wait behind higher levels until a request is first scheduled, in microseconds: some
+    /// iterations earlier it is promoted, so that it is scheduled by then unless no place comes free.
     pub max_level_wait_us: Option<u64>,
     /// When newcomers may join.
     pub join: Join,

@@ -11,7 +11,8 @@
 //! Predictions can be wrong. A start that has to be put off is counted as a forecast slip. And guests are
 //! there by the head's leave: they preempt nobody, they give memory up before everybody else, and as soon
 //! as the head would fit without them, they go. So the head never waits for a guest. Who was preempted goes
-//! ahead of nobody, so that is lost once at most.
+//! ahead of nobody, so that is lost once at most. But a forecast promises how few admissions see a
+//! preemption: where it admits, guests stay, and a head that could start early waits for them, as in EASY.
 //!
 //! Nothing is computed while the head fits, nobody is behind it, or no memory is free for anybody. The
 //! curve is kept while the running set and the predictions for it stay what they were.

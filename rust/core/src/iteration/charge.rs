@@ -12,6 +12,7 @@
 
 use crate::config::policy::Price;
 use crate::iteration::ledger::Ledger;
+use crate::iteration::sequence::Sequence;
 use crate::request::{SequenceKey, Time};
 use crate::waiting::order::Units;
 
@@ -62,6 +63,21 @@ impl Prices {
     }
 }
 
+impl Sequence {
+    /// Takes the share of so many prompt tokens, after those that were charged, out of what was charged
+    /// ahead.
+    fn release(&mut self, num_charged: u32, num_tokens: u32) -> Units {
+        let left = u64::from(self.num_prompt_tokens.saturating_sub(num_charged)).max(1);
+        let released = if u64::from(num_tokens) == left {
+            self.prepaid
+        } else {
+            (u128::from(self.prepaid) * u128::from(num_tokens) / u128::from(left)) as Units
+        };
+        self.prepaid -= released;
+        released
+    }
+}
+
 impl Ledger {
     /// Charges what of a sequence's prompt was never charged, when it is admitted with so many tokens
     /// cached. The first time, `predicted_output` tokens are charged as well.
@@ -106,13 +122,7 @@ impl Ledger {
             return; // output is charged when it is sampled
         }
         let in_prompt = end.min(sequence.num_prompt_tokens).saturating_sub(begin);
-        let left = u64::from(sequence.num_prompt_tokens.saturating_sub(begin)).max(1);
-        let released = if u64::from(in_prompt) == left {
-            sequence.prepaid
-        } else {
-            (u128::from(sequence.prepaid) * u128::from(in_prompt) / u128::from(left)) as Units
-        };
-        sequence.prepaid -= released;
+        let released = sequence.release(begin, in_prompt);
         if matches!(self.prices, Prices::Tokens { .. }) {
             return; // what was released was the price
         }
@@ -127,6 +137,27 @@ impl Ledger {
         } else {
             self.queue.flows_mut().refund(leaf, released - actual);
         }
+    }
+
+    /// Accounts for tokens that a step copied from the host, the last that are computed: like those that the
+    /// prefix cache has, at their price.
+    pub(crate) fn charge_restored(&mut self, key: SequenceKey) {
+        let sequence = &mut self.sequences[key.0];
+        let (begin, end) = (sequence.num_charged_tokens, sequence.num_computed_tokens);
+        if end <= begin {
+            return;
+        }
+        sequence.num_charged_tokens = end;
+        let num_tokens = end.min(sequence.num_prompt_tokens).saturating_sub(begin);
+        let released = sequence.release(begin, num_tokens);
+        let leaf = sequence.leaf;
+        let price = match self.prices {
+            Prices::Tokens { cached, .. } => cached,
+            Prices::DeviceTime => 0,
+        };
+        let flows = self.queue.flows_mut();
+        flows.refund(leaf, released);
+        flows.charge(leaf, price * u64::from(num_tokens));
     }
 
     /// Accounts for output tokens that a step sampled for a sequence.

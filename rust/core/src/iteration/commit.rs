@@ -20,6 +20,7 @@ use crate::iteration::lane::Lane;
 use crate::iteration::ledger::Ledger;
 use crate::iteration::sequence::Sequence;
 use crate::iteration::tally::Payer;
+use crate::iteration::tier::land_copies;
 use crate::metrics::Beat;
 use crate::output::{Event, Output, OutputBatch, TokenLogprob};
 use crate::predict::iteration_time::StepShares;
@@ -68,6 +69,7 @@ impl Commit<'_> {
     /// Applies the results, or refuses them; whether a sequence of the step has ended.
     pub(crate) fn run(mut self) -> Result<bool, CommitError> {
         self.check()?;
+        land_copies(self.ledger, self.step, self.limits.block_size());
         let shares = self.measure();
         let mut tally = std::mem::take(&mut self.lane.tally);
         let mut cut = Cut::default();

@@ -5,8 +5,8 @@
 //! that is free is room for one more, so that a burst gets as many places whether or not the first of it
 //! have been scheduled meanwhile. Only requests that were never scheduled are
 //! displaced or shed, the lowest level first and the newest of it first: their clients have been told
-//! nothing yet. Who displaces takes a place beyond the bound and displaces when it is let in, so that a
-//! request that is rejected after all has displaced nobody.
+//! nothing yet. Who displaces takes a place beyond the bound and displaces when it is let in, as much as
+//! answers and prompt tokens call for, so that a request that is rejected after all has displaced nobody.
 
 use std::sync::Arc;
 
@@ -20,6 +20,13 @@ use crate::request::{Finish, RequestId, Ticket, Time};
 use crate::waiting::forecast::Blocked;
 use crate::waiting::gate::{Bounds, Doors, Full, Place};
 use crate::waiting::tenants::TenantKey;
+
+/// What the engine's door lacks for a request: as much has to be displaced.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+struct Lacking {
+    answers: u64,
+    tokens: u64,
+}
 
 impl Ledger {
     /// Takes a place at the door.
@@ -232,7 +239,10 @@ impl Ledger {
     /// important than a class.
     fn can_displace(&self, lane: &Lane, limits: &Limits, class: ClassId, n: u32) -> bool {
         let level = self.queue.level_index(self.rules.class(class).level);
-        let lacking = self.beyond(lane, limits) + u64::from(n);
+        let lacking = Lacking {
+            answers: self.beyond(lane, limits) + u64::from(n),
+            tokens: 0,
+        };
         self.victims(level, lacking).is_some()
     }
 
@@ -242,8 +252,33 @@ impl Ledger {
         self.door.queued().saturating_sub(most).into()
     }
 
-    /// Displaces what is less important than a request of `n` answers that was let in, if its place was
-    /// taken beyond the bound.
+    /// What a request of `n` answers that has a place lacks at the engine's door, with `prompt_tokens` more
+    /// than are counted there.
+    fn lacking(&self, lane: &Lane, limits: &Limits, n: u32, prompt_tokens: u64) -> Lacking {
+        let tokens = self.door.queued_tokens() + prompt_tokens;
+        let most_tokens = limits.max_queued_tokens().unwrap_or(u64::MAX);
+        Lacking {
+            answers: self.beyond(lane, limits).min(n.into()),
+            tokens: tokens.saturating_sub(most_tokens),
+        }
+    }
+
+    /// Whether a request of a level that has a place for `n` answers may wait with its prompt: there is
+    /// room for its tokens at the engine's door, or it can be made by displacing.
+    pub(crate) fn has_room_for_tokens(
+        &self,
+        lane: &Lane,
+        limits: &Limits,
+        level: usize,
+        n: u32,
+        prompt_tokens: u64,
+    ) -> bool {
+        let lacking = self.lacking(lane, limits, n, prompt_tokens);
+        lacking.tokens == 0 || self.victims(level, lacking).is_some()
+    }
+
+    /// Displaces what is less important than a request of `n` answers that was let in, if it is beyond the
+    /// bounds.
     pub(crate) fn displace(
         &mut self,
         lane: &mut Lane,
@@ -252,24 +287,27 @@ impl Ledger {
         n: u32,
         now: Time,
     ) {
-        let lacking = self.beyond(lane, limits).min(n.into());
+        let lacking = self.lacking(lane, limits, n, 0);
         for victim in self.victims(level, lacking).unwrap_or_default() {
             self.end_request(lane, victim, Finish::Displaced, now);
         }
     }
 
-    /// The least important requests below a level that wait with `lacking` answers together.
-    fn victims(&self, level: usize, mut lacking: u64) -> Option<Vec<RequestKey>> {
+    /// The least important requests below a level that together wait with what is `lacking`.
+    fn victims(&self, level: usize, mut lacking: Lacking) -> Option<Vec<RequestKey>> {
         let mut victims = Vec::new();
         for key in self.queue.least_important(level + 1) {
-            if lacking == 0 {
+            if lacking == Lacking::default() {
                 break;
             }
-            let request = self.sequences[key.0].request;
-            lacking = lacking.saturating_sub(self.requests[request.0].request.sampling.n.into());
-            victims.push(request);
+            let victim = self.sequences[key.0].request;
+            let request = &self.requests[victim.0].request;
+            lacking.answers = lacking.answers.saturating_sub(request.sampling.n.into());
+            let tokens = request.num_prompt_tokens.into();
+            lacking.tokens = lacking.tokens.saturating_sub(tokens);
+            victims.push(victim);
         }
-        (lacking == 0).then_some(victims)
+        (lacking == Lacking::default()).then_some(victims)
     }
 
     /// How long the overload is predicted to last, in microseconds.

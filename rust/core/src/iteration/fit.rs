@@ -8,7 +8,8 @@
 //! believed of its length, and the quantile is steered by how often that went wrong
 //! (`predict/overflow.rs`). Whatever the mode, who comes to an empty running set is let in, and nobody waits
 //! for what those will need that give way to it: lower levels, if levels preempt to be admitted, and the
-//! guests of the head (`backfill.rs`).
+//! guests of the head (`backfill.rs`). With `forecast` guests do not give way: each that goes is a
+//! preemption, and no quantile of lengths steers how often a head is early.
 //!
 //! Blocks that several use count once: `reserve` promises growth, on top of what is in use now, and the
 //! forecast counts what a sequence found in the prefix cache, or shares with siblings, as in use until
@@ -22,7 +23,7 @@
 use crate::config::Limits;
 use crate::config::memory::MemoryAdmission;
 use crate::iteration::ledger::Ledger;
-use crate::iteration::preempt::Lack;
+use crate::iteration::preempt::{GivingWay, Lack};
 use crate::iteration::scheduler::Scheduler;
 use crate::iteration::sequence::Sequence;
 use crate::iteration::write::fits_resets;
@@ -65,27 +66,6 @@ struct MadeAt {
     step: u64,
     /// Who is left out.
     giving_way: GivingWay,
-}
-
-/// Who gives way to a newcomer, so that it need not wait for what they will need.
-#[derive(Clone, Copy, PartialEq, Eq)]
-struct GivingWay {
-    /// Those of levels below it.
-    level: usize,
-    /// Guests that joined from that step on.
-    guests_since: Option<u64>,
-}
-
-impl GivingWay {
-    const NOBODY: Self = Self {
-        level: usize::MAX,
-        guests_since: None,
-    };
-
-    fn has(self, sequence: &Sequence) -> bool {
-        let since = self.guests_since;
-        sequence.level > self.level || since.is_some_and(|since| sequence.is_guest_since(since))
-    }
 }
 
 impl Scheduler<'_> {
@@ -152,14 +132,8 @@ impl Scheduler<'_> {
         if admission == MemoryAdmission::Optimistic || running.is_empty() {
             return 0;
         }
+        let mut giving_way = self.giving_way(key, level);
         let sequences = &self.ledger.sequences;
-        let mut giving_way = GivingWay {
-            guests_since: sequences[key.0].blocked_since,
-            ..GivingWay::NOBODY
-        };
-        if policy.preempt_to_admit {
-            giving_way.level = level;
-        }
         if !running.iter().any(|key| giving_way.has(&sequences[key.0])) {
             if missing_now > 0 {
                 return 0;

@@ -15,7 +15,7 @@
 use std::collections::VecDeque;
 
 use crate::config::Limits;
-use crate::memory::blocks::BlockCopy;
+use crate::memory::blocks::{BlockCopy, CopyKind};
 use crate::predict::iteration_time::StepShape;
 use crate::request::{SequenceKey, Time};
 
@@ -58,7 +58,7 @@ pub(crate) struct Step {
     pub(crate) decodes: Vec<Part>,
     /// Prefill chunks of more than one token.
     pub(crate) chunks: Vec<Part>,
-    /// Copies on write, and for whom; held until the step is over.
+    /// Copies of blocks, and for whom; held until the step is over.
     pub(crate) copies: Vec<(SequenceKey, BlockCopy)>,
 }
 
@@ -117,6 +117,15 @@ impl Step {
     /// Its parts, in the order of the plan.
     pub(crate) fn parts(&self) -> impl Iterator<Item = &Part> {
         self.decodes.iter().chain(&self.chunks)
+    }
+
+    /// Tokens that its sequences have when it has landed: computed, and copied from the host. A sequence
+    /// may come several times.
+    pub(crate) fn num_landing(&self, block_size: u32) -> impl Iterator<Item = (SequenceKey, u32)> {
+        let computed = self.parts().map(|part| (part.sequence, part.num_tokens));
+        let copies = self.copies.iter();
+        let restores = copies.filter(|(_, copy)| copy.kind() == CopyKind::Restore);
+        computed.chain(restores.map(move |&(key, _)| (key, block_size)))
     }
 
     /// The part at `position` of the plan.

@@ -9,6 +9,9 @@
 //! classes' targets per output token, and less while a sequence lags behind its own (down to half, so that
 //! one that is hopelessly late does not hold up the others).
 //!
+//! Copies from and to the host take time too: what they are predicted to take is gone for prefill, and no
+//! more are made than fit.
+//!
 //! Two guards. Prefill always gets a few tokens, or it would stop for good where decodes alone take
 //! longer. And a newcomer waits while, with it, the decodes alone of all that run at its level and above
 //! would take longer than their target; if nobody runs it is let in.
@@ -26,6 +29,9 @@ const GROWTH: f64 = 2.0;
 /// A sequence that lags behind shortens iterations down to this share of its target.
 const MOST_HASTE: f64 = 0.5;
 
+/// Most blocks that are copied from and to the host in one iteration, so that plans have a bound.
+pub(crate) const MOST_COPIES: u32 = 1_024;
+
 /// What an iteration may still take, while it is decided.
 #[derive(Debug, Default)]
 pub(crate) struct Governor {
@@ -40,6 +46,8 @@ pub(crate) struct Governor {
     shape: StepShape,
     prefill_tokens: u32,
     min_prefill_tokens: u32,
+    /// Blocks that are copied from and to the host; counted in every iteration.
+    copies: u32,
     /// All that run at each level, as if all were decoding, and the least target among them.
     settled: Vec<Settled>,
 }
@@ -58,6 +66,7 @@ impl Settled {
             decode_context: 0.0,
             prefill_pairs: 0.0,
             samples: 0.0,
+            copies: 0.0,
         },
         target_us: f64::INFINITY,
     };
@@ -73,6 +82,7 @@ impl Governor {
         num_levels: usize,
         now: Time,
     ) {
+        self.copies = 0;
         let pace = &policy.pace;
         let is_governed = pace.is_governed(&policy.classes);
         self.costs = if is_governed {
@@ -178,6 +188,29 @@ impl Governor {
         }
     }
 
+    /// Most blocks that may still be copied from and to the host.
+    pub(crate) fn most_copies(&self) -> u32 {
+        let most = MOST_COPIES - self.copies;
+        let Some(costs) = self.costs.filter(|_| self.target_us.is_finite()) else {
+            return most;
+        };
+        let left_us = (self.target_us - costs.time(&self.shape)).max(0.0);
+        // Where copies cost nothing, that is not a number, or infinite: then there is no other bound.
+        let in_time = (left_us / costs.t_copy_us).min(f64::from(most));
+        in_time as u32
+    }
+
+    /// Blocks that are copied from and to the host, so far.
+    pub(crate) fn num_copies(&self) -> u32 {
+        self.copies
+    }
+
+    /// Counts blocks that are copied.
+    pub(crate) fn copied(&mut self, num_blocks: u32) {
+        self.copies += num_blocks;
+        self.shape.copies += f64::from(num_blocks);
+    }
+
     /// Whether there is no time left for prefill.
     pub(crate) fn is_spent(&self) -> bool {
         self.most_chunk(0) == 0
@@ -239,6 +272,7 @@ mod tests {
         t_ctx_us: 0.0437,
         t_pair_us: 0.001_31,
         t_sample_us: 2.0,
+        t_copy_us: 40.0,
         most_tokens: 2_048.0,
     };
 
@@ -277,6 +311,42 @@ mod tests {
             seen, [true; 2],
             "some leave room for a chunk and some do not"
         );
+    }
+
+    #[test]
+    fn copies_get_what_is_left_and_take_it_from_prefill() {
+        let mut governor = Governor {
+            costs: Some(COSTS),
+            target_us: 9_000.0,
+            ..Governor::default()
+        };
+        governor.shape.add_decode(500, 1);
+        let chunk = governor.most_chunk(0);
+        let most = governor.most_copies();
+        let left_us = 9_000.0 - COSTS.time(&governor.shape);
+        assert_eq!(most, (left_us / COSTS.t_copy_us) as u32);
+        governor.copied(most / 2);
+        let less = governor.most_chunk(0);
+        assert!(0 < less && less < chunk, "{less} of {chunk}");
+        assert!(governor.most_copies().abs_diff(most - most / 2) <= 1);
+        governor.target_us = f64::INFINITY;
+        assert_eq!(governor.most_copies(), MOST_COPIES - most / 2);
+        governor.target_us = 1.0;
+        assert_eq!(governor.most_copies(), 0);
+    }
+
+    #[test]
+    fn copies_that_cost_nothing_have_no_bound_in_time() {
+        let free = Coefficients {
+            t_copy_us: 0.0,
+            ..COSTS
+        };
+        let governor = Governor {
+            costs: Some(free),
+            target_us: 9_000.0,
+            ..Governor::default()
+        };
+        assert_eq!(governor.most_copies(), MOST_COPIES);
     }
 
     #[test]

@@ -2,8 +2,9 @@
 //!
 //! `continuous` is what Chairlift is for: at every iteration. The other two are the baselines that it
 //! is compared with, as policies of the same core: a batch is formed only while nobody runs, by itself
-//! (`static`) or when enough requests wait or the oldest has waited long enough (`window`, as a dynamic
-//! batcher does); nobody joins it later, and nobody leaves it before all are done.
+//! (`static`) or when enough answers wait or the oldest has waited long enough (`window`, as a dynamic
+//! batcher does, whose batches have a size); nobody joins it later, and nobody leaves it before all are
+//! done.
 
 use crate::config::policy::Join;
 use crate::request::Time;
@@ -42,6 +43,15 @@ pub(crate) fn may_join(join: Join, situation: Situation, now: Time) -> bool {
                 && (situation.num_waiting >= u64::from(size)
                     || window_end(join, situation).is_none_or(|end| now >= end))
         }
+    }
+}
+
+/// Whether a batch of `num_rows` answers takes `more`: a window's is full at its size. A request of more
+/// answers than that is a batch by itself.
+pub(crate) fn takes(join: Join, num_rows: u32, more: u32) -> bool {
+    match join {
+        Join::Window { size, .. } => num_rows == 0 || num_rows + more <= size,
+        Join::Continuous | Join::Static => true,
     }
 }
 

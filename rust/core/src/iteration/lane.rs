@@ -9,7 +9,7 @@ use crate::iteration::governor::Governor;
 use crate::iteration::rows::RowPool;
 use crate::iteration::running::Running;
 use crate::iteration::tally::Tally;
-use crate::memory::blocks::BlockPool;
+use crate::memory::blocks::{BlockCopy, BlockPool};
 use crate::predict::iteration_time::{CostModel, StepShape};
 use crate::request::{SequenceKey, Time};
 use crate::waiting::forecast::Room;
@@ -23,6 +23,8 @@ pub(crate) struct Lane {
     pub(crate) ended: Vec<SequenceKey>,
     /// The step being planned; between decisions it is empty and bears the number of the last.
     pub(crate) step: Step,
+    /// Copies that the memory just given to a sequence needs; empty at any other moment.
+    pub(crate) new_copies: Vec<BlockCopy>,
     /// The steps that the executor has.
     pub(crate) in_flight: Flights,
     /// What was in the step that was planned last.
@@ -58,7 +60,7 @@ pub(crate) struct AtWork {
 
 impl Lane {
     pub(crate) fn new(limits: &Limits) -> Self {
-        let pool = BlockPool::new(limits.num_kv_blocks());
+        let pool = BlockPool::new(limits.num_kv_blocks(), limits.num_host_kv_blocks());
         let seqs = limits.max_num_seqs() as usize;
         let (step, in_flight) = Flights::new(limits);
         Self {
@@ -66,6 +68,7 @@ impl Lane {
             running: Running::with_capacity(seqs),
             ended: Vec::with_capacity(seqs),
             step,
+            new_copies: Vec::new(),
             in_flight,
             last_shape: StepShape::default(),
             tally: Tally::default(),

@@ -40,7 +40,6 @@ impl Ledger {
 
     /// Tokens that a sequence has still to write, at the median of what is believed of answers that are
     /// as long already.
-    #[allow(dead_code, reason = "for reservations of those that do not fit")]
     pub(crate) fn predicted_remaining(&self, key: SequenceKey) -> u32 {
         self.remaining_at(&self.sequences[key.0], 0.5)
     }

@@ -28,6 +28,7 @@ impl Lane {
                 decode_context: last.decode_context,
                 prefill_pairs: 0.0,
                 samples: last.samples,
+                copies: 0.0,
             }
         };
         let budget = f64::from(limits.max_num_batched_tokens()) - shape.tokens;

@@ -9,6 +9,8 @@
 //! [`RowResets`] in the step in which a sequence takes the row.
 
 use crate::config::Limits;
+use crate::iteration::governor::MOST_COPIES;
+use crate::memory::blocks::BlockLocation;
 use crate::predict::iteration_time::{StepShape, pairs};
 use crate::request::MAX_RAGGED_PER_REQUEST;
 
@@ -63,8 +65,9 @@ pub struct StepPlan {
     pub score_token_ids: Vec<i32>,
     /// `[P]` how many of the best are told beside it.
     pub score_num_best: Vec<i32>,
-    /// `[C]` (source, destination) blocks to copy before the forward pass, in any order: what one
-    /// writes no other reads or writes.
+    /// `[C]` (source, destination) blocks to copy before the forward pass. Those to the host come first and
+    /// are made first, for the block that they read may be written by another. Of those after them what one
+    /// writes no other reads or writes: they may be made in any order.
     pub block_copies: Vec<[i32; 2]>,
     /// `[C]` the [`BlockLocation`](crate::memory::blocks::BlockLocation)s of source and destination.
     pub block_copy_locations: Vec<[u8; 2]>,
@@ -103,6 +106,7 @@ impl StepPlan {
         let seqs = limits.max_num_seqs() as usize;
         let tokens = limits.max_num_batched_tokens() as usize;
         let blocks = limits.blocks_for(limits.max_model_len()) as usize * seqs;
+        let copies = seqs + most_host_copies(limits);
         Self {
             step: 0,
             num_decodes: 0,
@@ -123,8 +127,8 @@ impl StepPlan {
             score_indices: Vec::with_capacity(tokens),
             score_token_ids: Vec::with_capacity(tokens),
             score_num_best: Vec::with_capacity(tokens),
-            block_copies: Vec::with_capacity(seqs),
-            block_copy_locations: Vec::with_capacity(seqs),
+            block_copies: Vec::with_capacity(copies),
+            block_copy_locations: Vec::with_capacity(copies),
             resets: RowResets {
                 rows: Vec::with_capacity(seqs),
                 floats: Vec::with_capacity(seqs),
@@ -165,6 +169,7 @@ impl StepPlan {
                 })
                 .sum(),
             samples: self.num_samples() as f64,
+            copies: self.num_host_copies() as f64,
         }
     }
 
@@ -176,6 +181,13 @@ impl StepPlan {
     /// Prompt tokens that the step scores.
     pub fn num_scores(&self) -> usize {
         self.score_indices.len()
+    }
+
+    /// Blocks that are copied from and to the host.
+    pub fn num_host_copies(&self) -> usize {
+        let host = BlockLocation::Host as u8;
+        let locations = self.block_copy_locations.iter();
+        locations.filter(|ends| ends.contains(&host)).count()
     }
 
     /// Empties the plan for step number `step`.
@@ -204,6 +216,15 @@ impl StepPlan {
         self.block_copies.clear();
         self.block_copy_locations.clear();
         self.resets.clear();
+    }
+}
+
+/// Most blocks that a plan copies from and to the host.
+fn most_host_copies(limits: &Limits) -> usize {
+    if limits.num_host_kv_blocks() == 0 {
+        0
+    } else {
+        MOST_COPIES as usize
     }
 }
 

@@ -12,9 +12,10 @@
 //! What is computed again is the context, less the blocks that others hold too. Blocks of its own count in
 //! full though the prefix cache keeps them for a while: memory is short, so they are taken next.
 //!
-//! To be admitted, a waiting request preempts sequences of strictly lower levels and its own guests, if
-//! that frees what it lacks: only those that run since an earlier step and were not preempted too often,
-//! those that are protected last, so that two requests never take turns at it for ever.
+//! To be admitted, a waiting request preempts sequences of strictly lower levels and its own guests (but
+//! for those that the forecast admitted), if that frees what it lacks: only those that run since an earlier
+//! step and were not preempted too often, those that are protected last, so that two requests never take
+//! turns at it for ever.
 //!
 //! A victim is computed again from its tokens (recompute), and waits ahead of everything fresh of its
 //! level. It keeps its text state: nothing is sent twice.
@@ -73,6 +74,34 @@ pub(crate) fn choose_victim(ledger: &Ledger, lane: &Lane, block_size: u32) -> Op
     unfinished().filter(|&at| at != spared).min_by_key(rank)
 }
 
+/// Who gives way to a newcomer: they are preempted if it lacks what they have, and it need not wait for
+/// what they will need.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct GivingWay {
+    /// Those of levels below it.
+    pub(crate) level: usize,
+    /// Guests that joined from that step on.
+    pub(crate) guests_since: Option<u64>,
+}
+
+impl GivingWay {
+    /// Nobody does.
+    pub(crate) const NOBODY: Self = Self {
+        level: usize::MAX,
+        guests_since: None,
+    };
+
+    /// Whether a running sequence does.
+    pub(crate) fn has(self, sequence: &Sequence) -> bool {
+        sequence.level > self.level || self.has_as_guest(sequence)
+    }
+
+    fn has_as_guest(self, sequence: &Sequence) -> bool {
+        let since = self.guests_since;
+        since.is_some_and(|since| sequence.is_guest_since(since))
+    }
+}
+
 /// What a newcomer lacks to be admitted.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Lack {
@@ -82,32 +111,28 @@ pub(crate) struct Lack {
     pub(crate) num_cached_blocks: u32,
 }
 
-/// Running sequences that give way to `newcomer` and together make room for it: its guests, and what is
-/// of a level below `level` if there is one; `None` if there are not enough.
+/// Running sequences that give way to `newcomer` and together make room for it; `None` if there are not
+/// enough.
 pub(crate) fn choose_victims_for(
     ledger: &Ledger,
     lane: &Lane,
     newcomer: SequenceKey,
-    level: Option<usize>,
+    giving_way: GivingWay,
     lack: Lack,
 ) -> Option<Vec<SequenceKey>> {
     let state = &ledger.sequences[newcomer.0];
-    let may_have_guests = state.blocked_since.is_some() && lane.running.has_guests();
-    if !may_have_guests && !level.is_some_and(|level| lane.running.has_below(level)) {
+    let may_have_guests = giving_way.guests_since.is_some() && lane.running.has_guests();
+    if !may_have_guests && !lane.running.has_below(giving_way.level) {
         return None;
     }
     // What a victim shares with the newcomer is no gain: the newcomer takes it.
     let cached = &state.chain[..lack.num_cached_blocks as usize];
-    let is_guest = |sequence: &Sequence| {
-        let since = state.blocked_since;
-        since.is_some_and(|since| sequence.is_guest_since(since))
-    };
     let shared = |sequence: &Sequence| {
         let pairs = sequence.chain.iter().zip(cached);
         pairs.take_while(|(own, cached)| own == cached).count()
     };
     let may_go = |sequence: &Sequence| {
-        (level.is_some_and(|level| sequence.level > level) || is_guest(sequence))
+        giving_way.has(sequence)
             && sequence.finished.is_none()
             && sequence.joined_at_step < lane.step.number + 1
             && preemptions(ledger, sequence) < MAX_PREEMPTIONS
@@ -121,7 +146,7 @@ pub(crate) fn choose_victims_for(
     candidates.sort_by_key(|(_, sequence)| {
         (
             sequence.is_protected(),
-            !is_guest(sequence),
+            !giving_way.has_as_guest(sequence),
             Reverse(sequence.level),
             sequence.num_computed_tokens,
             Reverse(sequence.arrival),
@@ -165,7 +190,7 @@ pub(crate) fn preempt(
     ledger.refund(key);
     let sequence = &mut ledger.sequences[key.0];
     let life = sequence.life.take();
-    debug_assert!(!sequence.is_in_flight(), "what it has is not free yet");
+    debug_assert!(!lane.is_ahead(), "what it has is not free yet");
     let granted = sequence.num_scheduled_tokens;
     sequence.reset_for_recompute(limits.block_size());
     let work = Work {

@@ -80,7 +80,10 @@ impl Running {
 
     /// Whether anybody of a level below this one runs.
     pub(crate) fn has_below(&self, level: usize) -> bool {
-        self.at_level.iter().skip(level + 1).any(|&count| count > 0)
+        self.at_level
+            .iter()
+            .skip(level.saturating_add(1))
+            .any(|&count| count > 0)
     }
 
     /// Whether anybody runs who was let in as a guest.

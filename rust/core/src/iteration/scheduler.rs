@@ -10,17 +10,19 @@
 //! whom backfill ([`crate::iteration::backfill`]) lets go ahead.
 
 use crate::config::Limits;
+use crate::config::memory::MemoryAdmission;
 use crate::config::policy::Order;
 use crate::iteration::commit::{leave_together, remove_ended};
 use crate::iteration::fit::{DoesNotFit, Horizon};
-use crate::iteration::join::{leaves_together, may_join};
+use crate::iteration::join::{leaves_together, may_join, takes};
 use crate::iteration::lane::{AtWork, Lane};
 use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
-use crate::iteration::preempt::{Lack, choose_victim, choose_victims_for, preempt};
+use crate::iteration::preempt::{GivingWay, Lack, choose_victim, choose_victims_for, preempt};
 use crate::iteration::sequence::Sequence;
 use crate::iteration::write::{
-    write_chunk, write_decodes, write_resets, write_samples, write_scores, write_table,
+    write_chunk, write_copies, write_decodes, write_resets, write_samples, write_scores,
+    write_table,
 };
 use crate::request::{Request, SequenceKey, Time};
 use crate::waiting::forecast::Blocked;
@@ -69,6 +71,7 @@ impl Scheduler<'_> {
         self.lane.must_land = false;
         self.begin_pace();
         self.forget_gone_head();
+        self.allow_offloads(0);
         self.schedule_decodes();
         self.close_batch();
         self.admit_newcomers();
@@ -144,11 +147,10 @@ impl Scheduler<'_> {
                 position += 1;
                 continue;
             }
-            if let Ok(copy) = sequence.make_room(block_size) {
+            let copies = &mut self.lane.new_copies;
+            if sequence.make_room(block_size, copies).is_ok() {
                 self.grant_decode(key);
-                if let Some(copy) = copy {
-                    self.lane.step.copies.push((key, copy));
-                }
+                self.keep_copies(key);
                 position += 1;
                 continue;
             }
@@ -220,11 +222,12 @@ impl Scheduler<'_> {
 
     fn schedule_chunks_of(&mut self, level: usize) {
         let block_size = self.limits.block_size();
-        for &key in self.lane.running.iter() {
+        for position in 0..self.lane.running.len() {
             if self.budget == 0 {
                 return;
             }
-            let sequence = &mut self.ledger.sequences[key.0];
+            let key = self.lane.running[position];
+            let sequence = &self.ledger.sequences[key.0];
             if sequence.level != level
                 || sequence.num_scheduled_tokens > 0
                 || sequence.finished.is_some()
@@ -233,22 +236,36 @@ impl Scheduler<'_> {
             {
                 continue;
             }
-            let before = sequence.num_planned_tokens();
-            let in_time = self.lane.governor.most_chunk(before);
-            if in_time == 0 {
+            if self.lane.governor.most_chunk(sequence.num_planned_tokens()) == 0 {
                 return;
             }
-            let remaining = sequence.num_remaining_tokens();
-            let chunk = remaining
-                .min(self.budget)
-                .min(self.limits.max_chunk_tokens())
-                .min(in_time);
-            sequence.num_scheduled_tokens = chunk;
+            let chunk = self.grant_chunk(key);
             self.budget -= chunk;
-            let samples = sequence.num_samples();
-            self.lane.governor.grant(before, chunk, samples);
-            self.lane.step.add_chunk(key, chunk, remaining - chunk);
+            let left = self.ledger.sequences[key.0].num_remaining_tokens() - chunk;
+            self.lane.step.add_chunk(key, chunk, left);
         }
+    }
+
+    /// Has a sequence's next tokens copied, as far as the host has them, and grants it a chunk of those that
+    /// come then: at least one token. Returns how many.
+    fn grant_chunk(&mut self, key: SequenceKey) -> u32 {
+        self.restore(key);
+        let sequence = &self.ledger.sequences[key.0];
+        let before = sequence.num_planned_tokens();
+        let in_time = self.lane.governor.most_chunk(before).max(1);
+        let chunk = sequence
+            .num_remaining_tokens()
+            .min(self.budget)
+            .min(self.limits.max_chunk_tokens())
+            .min(in_time);
+        let chunk = self.cut_at_host(key, chunk);
+        let sequence = &mut self.ledger.sequences[key.0];
+        sequence.num_scheduled_tokens = chunk;
+        let again = sequence.num_lost_tokens.min(before + chunk);
+        self.ledger.counters.recomputed_tokens += u64::from(again.saturating_sub(before));
+        let samples = sequence.num_samples();
+        self.lane.governor.grant(before, chunk, samples);
+        chunk
     }
 
     /// Counts what those that run hold, for predictions; returns the tokens that they have still to
@@ -345,6 +362,10 @@ impl Scheduler<'_> {
                 continue;
             }
             let key = self.choose(next);
+            let num_rows = self.limits.max_num_seqs() - self.lane.rows.num_free();
+            if !takes(join, num_rows, self.ledger.sequences[key.0].num_rows()) {
+                return Some(Blocked::Window);
+            }
             if self.is_too_many(next, key) {
                 return Some(Blocked::Sla);
             }
@@ -476,16 +497,31 @@ impl Scheduler<'_> {
         }
     }
 
+    /// Who gives way to a newcomer that may preempt what is below `level`. Its guests do not where a
+    /// forecast keeps to a share of admissions that may see a preemption: there it waits for them.
+    pub(crate) fn giving_way(&self, newcomer: SequenceKey, level: usize) -> GivingWay {
+        let policy = self.ledger.rules.policy();
+        let guests_stay = policy.memory.admission == MemoryAdmission::Forecast;
+        let since = self.ledger.sequences[newcomer.0].blocked_since;
+        GivingWay {
+            level: if policy.preempt_to_admit {
+                level
+            } else {
+                usize::MAX
+            },
+            guests_since: since.filter(|_| !guests_stay),
+        }
+    }
+
     /// Preempts a newcomer's guests, and sequences of lower levels, so that it fits; false, and nothing
     /// has changed, if that would not be enough, or has to wait for the steps in flight.
     fn preempt_for(&mut self, next: Next, key: SequenceKey, lack: Lack) -> bool {
-        let below = self.ledger.rules.policy().preempt_to_admit;
-        let may_have_guests = self.ledger.sequences[key.0].blocked_since.is_some();
-        if !(below || may_have_guests) || lack.blocks + lack.rows == 0 {
+        let giving_way = self.giving_way(key, self.level_of(next));
+        if giving_way == GivingWay::NOBODY || lack.blocks + lack.rows == 0 {
             return false;
         }
-        let level = below.then(|| self.level_of(next));
-        let Some(victims) = choose_victims_for(self.ledger, self.lane, key, level, lack) else {
+        let Some(victims) = choose_victims_for(self.ledger, self.lane, key, giving_way, lack)
+        else {
             return false;
         };
         if self.lane.is_ahead() {
@@ -515,6 +551,8 @@ impl Scheduler<'_> {
         let cached = self.find_room(key, horizon)?;
         let is_guest = matches!(entrance, Entrance::AsGuest(_));
         self.ledger.leave_queue(key, is_guest, self.now);
+        let num_on_host = self.keep_on_host(key, cached.num_blocks);
+        self.allow_offloads(num_on_host);
         let sequence = &mut self.ledger.sequences[key.0];
         let entry = &mut self.ledger.requests[sequence.request.0];
         let block_size = limits.block_size();
@@ -524,7 +562,10 @@ impl Scheduler<'_> {
             .adopt(&sequence.chain[..cached.num_blocks as usize]);
         sequence
             .table
-            .grow(limits.blocks_for(sequence.num_tokens()) - cached.num_blocks)
+            .grow(
+                limits.blocks_for(sequence.num_tokens()) - cached.num_blocks,
+                &mut self.lane.new_copies,
+            )
             .expect("the blocks were counted above and nothing took any since");
         sequence.row = self.lane.rows.take();
         let siblings = (0..sequence.num_unborn).map_while(|_| self.lane.rows.take());
@@ -537,19 +578,11 @@ impl Scheduler<'_> {
         sequence.num_computed_tokens = cached.num_blocks * block_size;
         sequence.num_published_blocks = cached.num_blocks;
         sequence.num_shared_blocks = cached.num_blocks;
-        let lost = sequence.num_lost_tokens;
-        self.ledger.counters.recomputed_tokens +=
-            u64::from(lost.saturating_sub(sequence.num_computed_tokens));
-        let remaining = sequence.num_remaining_tokens();
-        let num_cached_tokens = sequence.num_computed_tokens;
-        let in_time = self.lane.governor.most_chunk(num_cached_tokens).max(1);
-        let chunk = remaining.min(self.budget).min(limits.max_chunk_tokens());
-        let chunk = chunk.min(in_time);
-        sequence.num_scheduled_tokens = chunk;
         let class = self.ledger.rules.class(sequence.payer.class);
         self.lane.governor.settle(sequence, class.tpot_target_us);
-        let samples = sequence.num_samples();
-        self.lane.governor.grant(num_cached_tokens, chunk, samples);
+        self.keep_copies(key);
+        let chunk = self.grant_chunk(key);
+        let num_cached_tokens = self.ledger.sequences[key.0].num_planned_tokens();
         self.ledger.admitted(key, num_cached_tokens, self.now);
         self.lane.running.enter(&self.ledger.sequences, key);
         self.has_joined(key, cached);
@@ -583,21 +616,13 @@ impl Scheduler<'_> {
             }
             sequence.launch();
         }
-        step.shape = self.plan.shape();
         let num_tokens = self.plan.token_ids.len();
         self.plan.token_sources.resize(num_tokens, SOURCE_ID);
         self.plan
             .adapter_ids
             .resize(step.num_sequences(), NO_ADAPTER);
-        for (_, copy) in &step.copies {
-            let (from, to) = (copy.source(), copy.destination());
-            self.plan
-                .block_copies
-                .push([from.block.as_i32(), to.block.as_i32()]);
-            self.plan
-                .block_copy_locations
-                .push([from.location as u8, to.location as u8]);
-        }
+        write_copies(self.plan, step.copies.iter().map(|(_, copy)| copy));
+        step.shape = self.plan.shape();
     }
 }
 

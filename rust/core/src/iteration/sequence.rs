@@ -91,7 +91,8 @@ pub(crate) struct Sequence {
     /// Prompt tokens whose successor's log-probability is asked for, from the start: all but the last,
     /// or none.
     pub(crate) num_tokens_to_score: u32,
-    /// Tokens that the steps in flight compute.
+    /// Tokens that the steps in flight compute, or copy from the host; that the one being planned copies,
+    /// too.
     pub(crate) num_in_flight_tokens: u32,
     /// Full blocks, from the start, that the prefix cache was told of.
     pub(crate) num_published_blocks: u32,
@@ -136,7 +137,7 @@ pub(crate) struct Sequence {
     pub(crate) chain: Vec<BlockHash>,
     /// Preempted before: until it has this many tokens others are preferred as victims.
     pub(crate) protected_below_tokens: u32,
-    /// Tokens that were computed when it was last preempted.
+    /// Tokens, from the start, that were computed once and lost in a preemption.
     pub(crate) num_lost_tokens: u32,
     /// Index of its class's level; 0 is the highest.
     pub(crate) level: usize,
@@ -354,12 +355,29 @@ impl Sequence {
         num_tokens.saturating_sub(num_blocks * block_size)
     }
 
-    /// Makes the slots of all its tokens writable: fresh blocks, and an own copy of a shared one.
-    pub(crate) fn make_room(&mut self, block_size: u32) -> Result<Option<BlockCopy>, OutOfBlocks> {
-        let missing_tokens = self.num_missing_tokens(block_size);
+    /// Makes the slots of all its tokens writable: fresh blocks, and an own copy of a shared one. Adds to
+    /// `copies` those that this needs.
+    pub(crate) fn make_room(
+        &mut self,
+        block_size: u32,
+        copies: &mut Vec<BlockCopy>,
+    ) -> Result<(), OutOfBlocks> {
+        let missing_blocks = self.num_missing_tokens(block_size).div_ceil(block_size);
         let first = self.num_planned_tokens() / block_size;
         self.table
-            .grow_for_writing(first as usize, missing_tokens.div_ceil(block_size))
+            .grow_for_writing(first as usize, missing_blocks, copies)
+    }
+
+    /// So many tokens, the next, come from the host by copies of the step being planned. They count as in
+    /// flight from now on.
+    pub(crate) fn restore(&mut self, num_tokens: u32) {
+        self.num_in_flight_tokens += num_tokens;
+    }
+
+    /// Those tokens are there.
+    pub(crate) fn land_restored(&mut self, num_tokens: u32) {
+        self.land(num_tokens);
+        self.num_computed_tokens += num_tokens;
     }
 
     /// Hands the scheduled tokens over to the executor.
@@ -397,9 +415,10 @@ impl Sequence {
         self.table.release();
         self.row = None;
         self.sibling_rows.clear();
-        self.num_lost_tokens = self.num_computed_tokens;
+        self.num_lost_tokens = self.num_computed_tokens.max(self.num_lost_tokens);
         self.num_computed_tokens = 0;
         self.num_scheduled_tokens = 0;
+        self.num_in_flight_tokens = 0;
         self.num_published_blocks = 0;
         self.protected_below_tokens = self.num_tokens() + block_size;
     }

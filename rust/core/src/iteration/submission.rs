@@ -71,7 +71,11 @@ impl Ledger {
         let bounds = self.bounds(lane, limits, class, tenant);
         let resized = reserved.place.resize(request.sampling.n, bounds);
         resized.map_err(|full| self.full(full, bounds, class, tenant))?;
-        self.check_tokens(limits, class, request.num_prompt_tokens.into())?;
+        let level = self.queue.level_index(self.rules.class(class).level);
+        let prompt_tokens = request.num_prompt_tokens.into();
+        let n = request.sampling.n;
+        let has_room = self.has_room_for_tokens(lane, limits, level, n, prompt_tokens);
+        self.check_tokens(limits, class, prompt_tokens, has_room)?;
         let expected = self
             .expected_length(class, tenant)
             .min(request.max_tokens.into());
@@ -79,7 +83,6 @@ impl Ledger {
         self.check_rate(class, tenant, now)?;
         let work = self.work_of(limits, &request, expected);
         let key = self.order_key(limits, &request, class, expected, now);
-        let level = self.queue.level_index(self.rules.class(class).level);
         let room = lane.room_for(limits, level, self.rules.policy().preempt_to_admit);
         let ahead = self.queue.work_before(level, leaf, key);
         let outlook = lane.outlook(limits, request.num_prompt_tokens, now);
@@ -89,7 +92,8 @@ impl Ledger {
             // Where nothing is at work, a prediction has nothing to rest on but the past; whoever comes
             // then is let in, or one slow iteration could close the door for good.
             if !self.live.is_empty() {
-                self.check_promises(class, ttft, work, room)?;
+                let left_us = request.deadline.map(|deadline| deadline.since_us(now));
+                self.check_promises(class, ttft, left_us, work, room)?;
             }
         }
         let admitted = Admitted {
@@ -109,16 +113,19 @@ impl Ledger {
         Ok((admitted, work))
     }
 
+    /// Checks the bounds on prompt tokens; that of the engine holds unless `has_room` says that it is kept.
     fn check_tokens(
         &self,
         limits: &Limits,
         class: ClassId,
         prompt_tokens: u64,
+        has_room: bool,
     ) -> Result<(), SubmitError> {
         let settings = self.rules.class(class);
         let of_class = &self.classes[class.0 as usize].door;
+        let of_engine = limits.max_queued_tokens().filter(|_| !has_room);
         let bounds = [
-            (&self.door, limits.max_queued_tokens(), None),
+            (&self.door, of_engine, None),
             (of_class, settings.max_queued_tokens, Some(&settings.name)),
         ];
         for (door, bound, class) in bounds {
@@ -159,19 +166,24 @@ impl Ledger {
         }
     }
 
-    /// Rejects what will miss its class's TTFT target, and promises of promotion beyond those that can
-    /// be kept.
+    /// Rejects what will miss its class's TTFT target or its own deadline in `left_us`, and promises of
+    /// promotion beyond those that can be kept.
     fn check_promises(
         &self,
         class: ClassId,
         predicted_us: u64,
+        left_us: Option<u64>,
         work: Work,
         room: Room,
     ) -> Result<(), SubmitError> {
         let settings = self.rules.class(class);
-        if let Some(target_us) = settings.ttft_target_us.filter(|&t| predicted_us > t) {
+        let of_class = settings.ttft_target_us.map(|us| (us, Some(&settings.name)));
+        let targets = of_class.into_iter().chain(left_us.map(|us| (us, None)));
+        if let Some((target_us, class)) = targets.min_by_key(|&(us, _)| us)
+            && predicted_us > target_us
+        {
             return Err(SubmitError::TtftUnreachable {
-                class: settings.name.clone(),
+                class: class.cloned(),
                 predicted_us,
                 target_us,
             });
@@ -312,9 +324,8 @@ impl Ledger {
         (key, level): (OrderKey, usize),
     ) -> SequenceKey {
         let request = &entry.request;
-        // As soon as there are tenants, none finds what another's prompts have left behind.
-        let has_tenants = !self.rules.policy().tenants.is_empty();
-        let tenant = has_tenants.then(|| &*self.tenants.get(entry.tenant).name);
+        // No tenant finds what another's prompts have left behind; those that name none are one.
+        let tenant = Some(&*self.tenants.get(entry.tenant).name);
         let root = BlockHash::root([tenant, request.cache_salt.as_deref(), None]);
         let mut chain = Vec::new();
         if limits.prefix_caching() {

@@ -6,6 +6,7 @@ use crate::config::Limits;
 use crate::iteration::plan::{SOURCE_ID, SOURCE_LAST_SAMPLED, StepPlan};
 use crate::iteration::rows::Row;
 use crate::iteration::sequence::Sequence;
+use crate::memory::blocks::{BlockCopy, CopyKind};
 use crate::request::{Request, SamplingParams};
 
 /// Whether the plan's ragged reset arrays have room; always true for the first newcomer of a step.
@@ -184,6 +185,22 @@ pub(crate) fn write_table(plan: &mut StepPlan, sequence: &Sequence) {
     let blocks = sequence.table.blocks().iter();
     plan.block_ids.extend(blocks.map(|block| block.as_i32()));
     plan.block_table_offsets.push(plan.block_ids.len() as i32);
+}
+
+/// Writes the copies: those to the host first, since their blocks may be written by others.
+pub(crate) fn write_copies<'a>(
+    plan: &mut StepPlan,
+    copies: impl Iterator<Item = &'a BlockCopy> + Clone,
+) {
+    let is_offload = |copy: &&BlockCopy| copy.kind() == CopyKind::Offload;
+    let offloads = copies.clone().filter(is_offload);
+    for copy in offloads.chain(copies.filter(|copy| !is_offload(copy))) {
+        let (from, to) = (copy.source(), copy.destination());
+        let blocks = [from.block.as_i32(), to.block.as_i32()];
+        plan.block_copies.push(blocks);
+        let locations = [from.location as u8, to.location as u8];
+        plan.block_copy_locations.push(locations);
+    }
 }
 
 /// Asks for the log-probabilities of the prompt tokens after those at `positions` of the sequence at `at`.

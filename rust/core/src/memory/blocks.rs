@@ -6,16 +6,27 @@
 //! dropped, a table its tail first; nothing else can take or return a block, so nothing can leak one.
 //! An operation that lacks blocks changes nothing.
 //!
+//! There may be a second tier: blocks on the host, which hold what was evicted from the device. Tables are
+//! of the device alone, so a block of the host is used by copies only. Content that is evicted from the
+//! device goes there by a copy (offload), can be found there once that copy has landed, and comes back by
+//! another one (restore). It stays on the host then, so that it need not be copied when it is evicted
+//! again.
+//!
 //! The pool is shared by its holders on one thread; all its operations are O(1) per block.
 
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use super::prefix::{BlockHash, PrefixCache};
+use super::prefix::BlockHash;
 
 mod holds;
+mod pool;
+#[cfg(test)]
+mod tests;
 
-pub use holds::{BlockCopy, BlockTable};
+pub use holds::{BlockCopy, BlockTable, CopyKind};
+
+use pool::Pool;
 
 /// Names a block of the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -33,6 +44,14 @@ impl BlockId {
     /// As plans carry it.
     pub fn as_i32(self) -> i32 {
         self.0 as i32
+    }
+
+    /// Where it is, if it is of that tier.
+    fn on(self, location: BlockLocation) -> BlockPlace {
+        BlockPlace {
+            location,
+            block: self,
+        }
     }
 }
 
@@ -59,75 +78,6 @@ pub struct BlockPlace {
     pub block: BlockId,
 }
 
-/// Who uses a block, and what is in it.
-#[derive(Clone, Copy, Default)]
-struct Block {
-    /// Table entries that name it.
-    tables: u32,
-    /// Copies that read it.
-    copies_from: u32,
-    /// Copies that write it.
-    copies_to: u32,
-    hash: Option<BlockHash>,
-}
-
-impl Block {
-    fn is_used(&self) -> bool {
-        self.tables + self.copies_from + self.copies_to > 0
-    }
-}
-
-struct Pool {
-    blocks: Vec<Block>,
-    free: Vec<BlockId>,
-    cache: PrefixCache,
-}
-
-impl Pool {
-    fn available(&self) -> u32 {
-        self.free.len() as u32 + self.cache.num_evictable()
-    }
-
-    /// A block for writing, evicting cached content if none is free.
-    fn take(&mut self) -> Option<BlockId> {
-        let block = self.free.pop().or_else(|| self.evict())?;
-        self.blocks[block.index()].tables = 1;
-        Some(block)
-    }
-
-    fn evict(&mut self) -> Option<BlockId> {
-        let (block, _) = self.cache.evict()?;
-        self.blocks[block.index()].hash = None;
-        Some(block)
-    }
-
-    /// One more table uses a block that somebody uses or that is cached.
-    fn share(&mut self, block: BlockId) {
-        let entry = &mut self.blocks[block.index()];
-        if !entry.is_used() {
-            self.cache.unpark(block);
-        }
-        entry.tables += 1;
-    }
-
-    /// A table uses the block no more.
-    fn release(&mut self, block: BlockId) {
-        self.let_go(block, |entry| &mut entry.tables);
-    }
-
-    /// Takes one from a count of the block; the last of all frees it, or leaves it findable.
-    fn let_go(&mut self, block: BlockId, count: impl Fn(&mut Block) -> &mut u32) {
-        let entry = &mut self.blocks[block.index()];
-        *count(entry) -= 1;
-        if !entry.is_used() {
-            match entry.hash {
-                Some(_) => self.cache.park(block),
-                None => self.free.push(block),
-            }
-        }
-    }
-}
-
 /// How many blocks are in each state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolUsage {
@@ -139,17 +89,45 @@ pub struct PoolUsage {
     pub cached: u32,
 }
 
+/// The blocks of both tiers.
+struct Tiers {
+    device: Pool,
+    host: Pool,
+    /// Blocks that may still be copied to the host when they are evicted.
+    offloads_left: u32,
+}
+
+impl Tiers {
+    fn of(&mut self, location: BlockLocation) -> &mut Pool {
+        match location {
+            BlockLocation::Device => &mut self.device,
+            BlockLocation::Host => &mut self.host,
+        }
+    }
+
+    /// Where content that is evicted from the device is to be copied to: a block of the host that nobody
+    /// uses, unless the host has it.
+    fn place_for(&mut self, evicted: BlockHash) -> Option<BlockId> {
+        if self.host.touch(evicted) || self.offloads_left == 0 {
+            return None;
+        }
+        let (block, _) = self.host.take()?;
+        self.offloads_left -= 1;
+        Some(block)
+    }
+}
+
 /// Handle on the pool; clones share it.
 #[derive(Clone)]
-pub struct BlockPool(Rc<RefCell<Pool>>);
+pub struct BlockPool(Rc<RefCell<Tiers>>);
 
 impl BlockPool {
-    /// A pool of `num_blocks` free blocks.
-    pub fn new(num_blocks: u32) -> Self {
-        Self(Rc::new(RefCell::new(Pool {
-            blocks: vec![Block::default(); num_blocks as usize],
-            free: (0..num_blocks).rev().map(BlockId).collect(),
-            cache: PrefixCache::new(num_blocks),
+    /// A pool of `num_blocks` free blocks of the device, and `num_host_blocks` of the host.
+    pub fn new(num_blocks: u32, num_host_blocks: u32) -> Self {
+        Self(Rc::new(RefCell::new(Tiers {
+            device: Pool::new(num_blocks),
+            host: Pool::new(num_host_blocks),
+            offloads_left: 0,
         })))
     }
 
@@ -158,37 +136,63 @@ impl BlockPool {
         BlockTable::new(self.clone())
     }
 
-    /// Blocks that can be taken now: free or evictable.
+    /// Blocks of the device that can be taken now: free or evictable.
     pub fn available(&self) -> u32 {
-        self.0.borrow().available()
+        self.0.borrow().device.available()
     }
 
-    /// Counts of blocks by state.
+    /// Counts of the device's blocks by state.
     pub fn usage(&self) -> PoolUsage {
-        let pool = self.0.borrow();
-        let free = pool.free.len() as u32;
-        let cached = pool.cache.num_evictable();
-        PoolUsage {
-            free,
-            cached,
-            used: pool.blocks.len() as u32 - free - cached,
-        }
+        self.0.borrow().device.usage()
     }
 
-    /// Finds the longest cached start of `chain`.
+    /// Counts of the host's blocks by state.
+    pub fn host_usage(&self) -> PoolUsage {
+        self.0.borrow().host.usage()
+    }
+
+    /// Finds the longest start of `chain` that the device has.
     pub fn find_prefix(&self, chain: &[BlockHash]) -> PrefixMatch {
-        let pool = self.0.borrow();
+        let device = &self.0.borrow().device;
         let mut found = PrefixMatch::default();
         for &hash in chain {
-            let Some(block) = pool.cache.find(hash) else {
+            let Some(block) = device.find(hash) else {
                 break;
             };
             found.num_blocks += 1;
-            if !pool.blocks[block.index()].is_used() {
+            if !device.blocks[block.index()].is_used() {
                 found.num_parked += 1;
             }
         }
         found
+    }
+
+    /// Blocks of the longest start of `chain` that the host has.
+    pub fn find_on_host(&self, chain: &[BlockHash]) -> u32 {
+        let host = &self.0.borrow().host;
+        let found = chain.iter().take_while(|&&hash| host.find(hash).is_some());
+        found.count() as u32
+    }
+
+    /// Position of the first block of `chain` that the host has.
+    pub fn find_first_on_host(&self, chain: &[BlockHash]) -> Option<u32> {
+        let host = &self.0.borrow().host;
+        let first = chain.iter().position(|&hash| host.find(hash).is_some());
+        first.map(|at| at as u32)
+    }
+
+    /// Makes what the host has of `chain` the last that it evicts, the tail before the head. Returns how
+    /// many blocks those are.
+    pub fn touch_on_host(&self, chain: &[BlockHash]) -> u32 {
+        let host = &mut self.0.borrow_mut().host;
+        let found = chain.iter().rev().filter(|&&hash| host.touch(hash));
+        found.count() as u32
+    }
+
+    /// Lets so many blocks go to the host when they are evicted from now on; what is evicted beyond those is
+    /// gone.
+    pub fn allow_offloads(&self, most: u32) {
+        self.0.borrow_mut().offloads_left = most;
     }
 
     /// Checks the books against the tables and copies that are alive: each block's counts are those of
@@ -198,50 +202,20 @@ impl BlockPool {
         tables: impl Iterator<Item = &'a BlockTable>,
         copies: impl Iterator<Item = &'a BlockCopy>,
     ) -> Result<(), String> {
-        let pool = self.0.borrow();
-        // Per block: table entries, copies from it, copies to it.
-        let mut held = vec![[0_u32; 3]; pool.blocks.len()];
+        let tiers = self.0.borrow();
+        // Per tier and block: table entries, copies from it, copies to it.
+        let mut held = [&tiers.device, &tiers.host].map(|pool| vec![[0_u32; 3]; pool.blocks.len()]);
         for block in tables.flat_map(BlockTable::blocks) {
-            held[block.index()][0] += 1;
+            held[0][block.index()][0] += 1;
         }
         for copy in copies {
-            held[copy.source().block.index()][1] += 1;
-            held[copy.destination().block.index()][2] += 1;
-        }
-        let mut in_free = vec![false; pool.blocks.len()];
-        for block in &pool.free {
-            if std::mem::replace(&mut in_free[block.index()], true) {
-                return Err(format!("block {} is free twice", block.0));
+            for (at, place) in [(1, copy.source()), (2, copy.destination())] {
+                held[place.location as usize][place.block.index()][at] += 1;
             }
         }
-        let mut counted = PoolUsage::default();
-        let mut findable = 0;
-        for (id, block) in pool.blocks.iter().enumerate() {
-            let counts = [block.tables, block.copies_from, block.copies_to];
-            if counts != held[id] {
-                let held = held[id];
-                return Err(format!(
-                    "block {id} counts {counts:?}, but {held:?} hold it"
-                ));
-            }
-            match (block.is_used(), block.hash.is_some(), in_free[id]) {
-                (true, _, false) => counted.used += 1,
-                (false, true, false) => counted.cached += 1,
-                (false, false, true) => counted.free += 1,
-                state => return Err(format!("block {id} is in two states: {state:?}")),
-            }
-            if let Some(hash) = block.hash {
-                findable += 1;
-                if pool.cache.find(hash).map(BlockId::index) != Some(id) {
-                    return Err(format!("block {id} has a hash but is not found by it"));
-                }
-            }
-        }
-        drop(pool);
-        if counted != self.usage() || findable != self.0.borrow().cache.len() {
-            return Err(format!("counted {counted:?}, books say {:?}", self.usage()));
-        }
-        Ok(())
+        tiers.device.audit(&held[0])?;
+        let on_host = tiers.host.audit(&held[1]);
+        on_host.map_err(|mistake| format!("on the host: {mistake}"))
     }
 }
 

@@ -3,6 +3,7 @@
 //! ```text
 //! t = t0 + t_seq * sequences + max(t_weights, t_tok * tokens) + t_ctx * (sum of the decodes' contexts)
 //!        + t_pair * (sum over prefill chunks of chunk * (context before + chunk / 2)) + t_sample * samples
+//!        + t_copy * (blocks copied from and to the host)
 //! ```
 //! The maximum is the roofline of the linear layers: reading the weights, or the tokens' arithmetic; the
 //! next two terms are attention. Every coefficient is at least 0.
@@ -51,6 +52,8 @@ pub struct StepShape {
     pub prefill_pairs: f64,
     /// Rows of logits that are sampled.
     pub samples: f64,
+    /// Blocks that are copied from and to the host.
+    pub copies: f64,
 }
 
 impl StepShape {

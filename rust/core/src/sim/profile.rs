@@ -11,6 +11,7 @@ use crate::sim::random::Random;
 /// ```text
 /// t0 + t_seq * sequences + max(t_w, t_tok * tokens) + t_ctx * (sum of the decodes' contexts)
 ///    + t_pair * (sum over prefill chunks of chunk * (context before + chunk / 2)) + t_sample * samples
+///    + t_copy * (blocks copied from and to the host)
 /// ```
 /// times lognormal noise. A sequence that is done and stays until all of its batch are (static
 /// batching) costs what a decode costs: its row is computed all the same. The maximum is the roofline of the linear layers: reading the weights, or
@@ -31,6 +32,8 @@ pub struct CostProfile {
     pub t_pair_s: f64,
     /// A row of logits that is sampled.
     pub t_sample_s: f64,
+    /// A block that is copied from or to the host.
+    pub t_copy_s: f64,
     /// Standard deviation of the logarithm of the noise.
     pub noise_sigma: f64,
 }
@@ -46,6 +49,7 @@ impl CostProfile {
         t_ctx_s: 0.0437e-6,
         t_pair_s: 1.31e-9,
         t_sample_s: 0.0,
+        t_copy_s: 0.0,
         noise_sigma: 0.03,
     };
     /// Blocks of 16 in the pool of [`Self::GPU_8B`]: 60 GB.
@@ -63,6 +67,7 @@ impl CostProfile {
             t_ctx_us: self.t_ctx_s * 1e6,
             t_pair_us: self.t_pair_s * 1e6,
             t_sample_us: self.t_sample_s * 1e6,
+            t_copy_us: self.t_copy_s * 1e6,
             most_tokens: 0.0,
         }
     }
@@ -87,6 +92,7 @@ impl CostProfile {
             + self.t_ctx_s * contexts as f64
             + self.t_pair_s * pairs
             + self.t_sample_s * plan.num_samples() as f64
+            + self.t_copy_s * plan.num_host_copies() as f64
     }
 
     /// Microseconds that the plan's iteration takes, noise included; at least 1.
@@ -109,6 +115,7 @@ impl CostProfile {
             ("t_ctx_s", self.t_ctx_s, 1.0),
             ("t_pair_s", self.t_pair_s, 1.0),
             ("t_sample_s", self.t_sample_s, 1.0),
+            ("t_copy_s", self.t_copy_s, 1.0),
             ("noise_sigma", self.noise_sigma, 1.0),
         ];
         for (field, value, most) in numbers {

@@ -147,7 +147,8 @@ struct Level {
     root: FlowKey,
     /// Preempted sequences and what they need.
     returning: BTreeMap<Arrival, (SequenceKey, Work)>,
-    /// Fresh requests by number; the newest may be shed first.
+    /// Fresh requests by number, those of best effort that were set aside too; the newest may be shed
+    /// first.
     fresh: BTreeMap<u64, SequenceKey>,
     /// All fresh requests in one order, where siblings share first come, first served.
     merged: OrderTree,
@@ -165,7 +166,9 @@ pub struct WaitingQueue {
     classes: Vec<FlowKey>,
     /// Name of the user of requests that name none.
     nobody: Arc<str>,
+    /// Those that were promoted, and those of best effort, by number; without whom was set aside.
     promoted: BTreeMap<u64, SequenceKey>,
+    best_effort: BTreeMap<u64, SequenceKey>,
     promoted_work: Work,
     promised_work: Work,
     num_waiting: usize,
@@ -205,6 +208,7 @@ impl WaitingQueue {
             orders: OrderArena::default(),
             levels,
             promoted: BTreeMap::new(),
+            best_effort: BTreeMap::new(),
             promoted_work: Work::default(),
             promised_work: Work::default(),
             num_waiting: 0,
@@ -318,8 +322,9 @@ impl WaitingQueue {
             Standing::BestEffort => {
                 let last = self.levels.last_mut().expect("best effort is a level");
                 last.work.add(fresh.work);
+                last.fresh.insert(fresh.key.number, fresh.sequence);
                 if !fresh.is_aside {
-                    last.fresh.insert(fresh.key.number, fresh.sequence);
+                    self.best_effort.insert(fresh.key.number, fresh.sequence);
                 }
             }
         }
@@ -385,6 +390,7 @@ impl WaitingQueue {
                 let last = self.levels.last_mut().expect("best effort is a level");
                 last.fresh.remove(&fresh.key.number);
                 last.work.remove(fresh.work);
+                self.best_effort.remove(&fresh.key.number);
             }
         }
     }
@@ -452,7 +458,7 @@ impl WaitingQueue {
     pub fn peek_fresh(&mut self, index: usize) -> Option<Next> {
         let level = &self.levels[index];
         if index + 1 == self.levels.len() {
-            let first = level.fresh.first_key_value();
+            let first = self.best_effort.first_key_value();
             return first.map(|(_, &key)| Next::Fresh(key, index, level.root));
         }
         let leaf = self.flows.next_leaf(level.root)?;
@@ -470,7 +476,7 @@ impl WaitingQueue {
         let has_next = |(index, level): &(usize, &Level)| {
             !level.returning.is_empty()
                 || self.flows.has_eligible(level.root)
-                || (*index == last && !level.fresh.is_empty())
+                || (*index == last && !self.best_effort.is_empty())
         };
         let mut levels = self.levels.iter().enumerate();
         levels.find(has_next).map(|(index, _)| index)
@@ -527,12 +533,11 @@ impl WaitingQueue {
 
     /// The oldest fresh request that waits and was not set aside.
     fn oldest_fresh(&self) -> Option<(u64, SequenceKey)> {
-        let levels = self
-            .levels
-            .iter()
-            .filter_map(|level| level.fresh.first_key_value());
-        let all = levels.chain(self.promoted.first_key_value());
-        all.map(|(&number, &key)| (number, key))
+        let flows = &self.levels[..self.levels.len() - 1];
+        let fresh = flows.iter().map(|level| &level.fresh);
+        let all = fresh.chain([&self.promoted, &self.best_effort]);
+        all.filter_map(|those| those.first_key_value())
+            .map(|(&number, &key)| (number, key))
             .min_by_key(|&(number, _)| number)
     }
 

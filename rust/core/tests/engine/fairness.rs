@@ -86,7 +86,7 @@ impl Source {
     fn served(&self, harness: &Harness) -> u64 {
         let clients = self.requests.iter().map(|&id| harness.client(id));
         let scheduled = clients.filter(|client| client.scheduled > 0);
-        let price = |client: &super::harness::Client| {
+        let price = |client: &super::client::Client| {
             let prompt = client.request.prompt.len() as u64;
             prompt * INPUT + client.answers[0].tokens.len() as u64 * OUTPUT
         };

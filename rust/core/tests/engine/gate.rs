@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use chairlift_core::config::Settings;
-use chairlift_core::config::policy::{Policy, Sharing, TenantSettings};
+use chairlift_core::config::policy::{ClassSettings, OnDoomed, Policy, Sharing, TenantSettings};
 use chairlift_core::error::SubmitError;
 use chairlift_core::request::WaitReason;
 use chairlift_core::request::{Finish, NewRequest, RequestId, Ticket};
@@ -259,7 +259,8 @@ fn waiting_tokens_are_bounded_for_the_engine_and_for_a_class() {
     assert!(full.to_string().contains("12 prompt tokens"), "{full}");
     submit(&mut harness, 2, "low", 8).expect("exactly the bound");
     submit(&mut harness, 3, "high", 30).expect("another class");
-    submit(&mut harness, 4, "high", 11).expect_err("one more than the engine's bound");
+    let more = submit(&mut harness, 4, "high", 31).unwrap_err();
+    assert!(more.to_string().contains("50 prompt tokens"), "{more}");
     harness.step();
     assert_eq!(harness.client(3).scheduled, 1);
     submit(&mut harness, 4, "low", 1).expect_err("those of the class still wait");
@@ -305,6 +306,78 @@ fn the_newest_of_the_lowest_level_makes_room_for_a_higher_one() {
     let (places, full) = burst(&mut harness, "bob", "high", 3);
     assert_eq!((places.len(), full.code()), (0, "queue_full"));
     assert_eq!(harness.engine.metrics().displaced, 2, "nobody in vain");
+}
+
+#[test]
+fn best_effort_makes_room_first_though_its_tenant_is_busy() {
+    let mut policy = two_levels();
+    policy.classes[0].ttft_target_us = Some(500);
+    policy.classes[0].on_doomed = OnDoomed::Relegate;
+    policy.classes.push(ClassSettings::new("lasting"));
+    policy.default_tenant.max_running = Some(1);
+    let mut harness = engine_of(Settings {
+        max_num_seqs: 2,
+        max_queued_requests: 1,
+        policy,
+        ..settings()
+    });
+    for id in 0..2 {
+        harness.submit_for("ann", "low", exact(id, 4, 20, 1_000));
+    }
+    harness.step();
+    harness.pass(500);
+    harness.step(); // it is its turn, but not its tenant's: it is set aside
+    harness.submit_for("ann", "lasting", exact(2, 4, 2, 1_000));
+    harness.submit_for("bob", "high", exact(3, 4, 2, 1_000));
+    let finish = |id| harness.client(id).answers[0].finish;
+    assert_eq!((finish(1), finish(2)), (Some(Finish::Displaced), None));
+    harness.engine.audit().expect("consistent books");
+    harness.run_to_end();
+}
+
+#[test]
+fn as_many_tokens_as_it_takes_make_room_for_a_higher_level_or_none_do() {
+    let mut harness = engine_of(Settings {
+        max_num_seqs: 1,
+        max_queued_tokens: Some(60),
+        policy: two_levels(),
+        ..settings()
+    });
+    harness.submit_for("di", "low", exact(0, 4, 20, 1_000));
+    harness.step();
+    for (id, tokens) in [(1, 10), (2, 20), (3, 10)] {
+        harness.submit_for("ann", "low", exact(id, tokens, 2, 1_000));
+    }
+    harness.submit_for("bob", "high", exact(4, 20, 2, 1_000));
+    let displaced = |h: &Harness| -> Vec<u64> {
+        let displaced = |id: &u64| h.client(*id).answers[0].finish == Some(Finish::Displaced);
+        (0..=4).filter(displaced).collect()
+    };
+    let submit = |h: &mut Harness, id, class, tokens| {
+        let new = exact(id, tokens, 2, 1_000);
+        h.try_submit(ticket_for("bob", class, &new), new)
+    };
+    let equal = submit(&mut harness, 5, "low", 1).unwrap_err();
+    let beyond = submit(&mut harness, 6, "high", 41).unwrap_err();
+    assert_eq!((equal.code(), beyond.code()), ("queue_full", "queue_full"));
+    assert_eq!(
+        displaced(&harness),
+        [],
+        "nobody in vain: one token is too much"
+    );
+    submit(&mut harness, 7, "high", 11).expect("room is made");
+    assert_eq!(
+        displaced(&harness),
+        [2, 3],
+        "the newest, as far as it takes"
+    );
+    assert_eq!(harness.engine.metrics().queued_tokens, 10 + 20 + 11);
+    submit(&mut harness, 8, "high", 19).expect("there is room");
+    assert_eq!(displaced(&harness), [2, 3], "nobody has to make it");
+    submit(&mut harness, 9, "high", 10).expect("room for one and all");
+    assert_eq!(displaced(&harness), [1, 2, 3]);
+    submit(&mut harness, 10, "high", 1).expect_err("there is nobody less important");
+    harness.run_to_end();
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! A stand-in for executor and client.
 //!
-//! The executor keeps one token for each KV slot. It writes a step's tokens where the plan says, makes
+//! The executor (`executor.rs`) keeps one token for each KV slot (`contents.rs`). It writes a step's tokens where the plan says, makes
 //! the copies, and reads each sampled sequence's whole history back through its block table; the next
 //! token is a function of that history. So any block that is shared, reused or copied wrongly shows as
 //! a wrong token. The client knows from the prompt alone which tokens must come.
@@ -8,20 +8,23 @@
 //! Steps are executed one after the other, when they are committed; what was launched ahead takes the
 //! tokens that it does not know from what its rows sampled last.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use chairlift_core::Vocabulary;
 use chairlift_core::config::Settings;
 use chairlift_core::error::SubmitError;
-use chairlift_core::iteration::commit::{STATUS_FAILED, STATUS_OK, StepResults};
-use chairlift_core::iteration::plan::{SOURCE_ID, SOURCE_LAST_SAMPLED, StepPlan};
+use chairlift_core::iteration::plan::StepPlan;
 use chairlift_core::output::{Event, OutputBatch, TokenLogprob};
 use chairlift_core::record::RecordedEngine;
 use chairlift_core::request::{
     Finish, NewRequest, RequestId, SamplingParams, StopParams, Ticket, Time,
 };
 use chairlift_core::text::TokenTable;
+
+use super::client::{Answer, Client, check_text};
+use super::contents::Contents;
+use super::executor::ExecutorRow;
 
 pub const EOS: u32 = 0;
 
@@ -65,7 +68,7 @@ pub fn logprob(history: &[u32], token: u32) -> f32 {
 }
 
 /// An entry for `token` and `num_best` others.
-fn candidates(history: &[u32], token: u32, num_best: u32) -> Vec<TokenLogprob> {
+pub fn candidates(history: &[u32], token: u32, num_best: u32) -> Vec<TokenLogprob> {
     let entry = |token| TokenLogprob {
         token,
         logprob: logprob(history, token),
@@ -130,38 +133,6 @@ pub fn exact(id: u64, prompt_tokens: u32, output_tokens: u32, vocab_size: u32) -
     new
 }
 
-/// What a client has received of one answer.
-#[derive(Clone, Debug, Default)]
-pub struct Answer {
-    pub tokens: Vec<u32>,
-    pub text: String,
-    pub finish: Option<Finish>,
-}
-
-/// What a client knows of one request.
-#[derive(Debug)]
-pub struct Client {
-    pub request: NewRequest,
-    pub answers: Vec<Answer>,
-    /// Prompt tokens whose log-probability came.
-    pub scored: usize,
-    pub scheduled: u32,
-    pub ended: u32,
-}
-
-trait PushSample {
-    fn push_sample(&mut self, tokens: &[u32], logprobs: &[TokenLogprob]);
-}
-
-impl PushSample for StepResults {
-    fn push_sample(&mut self, tokens: &[u32], logprobs: &[TokenLogprob]) {
-        self.token_ids.extend(tokens);
-        self.logprobs.extend(logprobs);
-        self.token_offsets.push(self.token_ids.len() as u32);
-        self.logprob_offsets.push(self.logprobs.len() as u32);
-    }
-}
-
 pub struct Harness {
     pub engine: RecordedEngine,
     pub settings: Settings,
@@ -177,21 +148,10 @@ pub struct Harness {
     pub failing_rows: Vec<i32>,
     /// Most tokens that a sample returns; how many it does depends on the history.
     pub most_tokens_per_sample: u32,
-    slots: Vec<Option<u32>>,
-    rows: Vec<ExecutorRow>,
+    pub contents: Contents,
+    pub rows: Vec<ExecutorRow>,
     /// By row, the seed of the request that was planned there last.
-    planned: Vec<u64>,
-}
-
-/// What the executor keeps of a row.
-#[derive(Clone, Copy, Debug, Default)]
-struct ExecutorRow {
-    child: u32,
-    /// Log-probabilities wanted; -1: none.
-    num_best: i64,
-    last_sampled: u32,
-    /// A step of it has failed, so there is no telling what its sequence is.
-    is_broken: bool,
+    pub planned: Vec<u64>,
 }
 
 impl Harness {
@@ -210,14 +170,13 @@ impl Harness {
     }
 
     fn with_engine(settings: Settings, engine: RecordedEngine) -> Self {
-        let slots = settings.num_kv_blocks * settings.block_size;
         Self {
             plan: StepPlan::new(engine.limits()),
             in_flight: VecDeque::new(),
             landed: StepPlan::default(),
             rows: vec![ExecutorRow::default(); settings.max_num_seqs as usize],
             planned: vec![0; settings.max_num_seqs as usize],
-            slots: vec![None; slots as usize],
+            contents: Contents::new(&settings),
             clients: BTreeMap::new(),
             now: Time(0),
             failing_rows: Vec::new(),
@@ -292,122 +251,6 @@ impl Harness {
     /// The plan that lands next.
     pub fn oldest(&self) -> &StepPlan {
         self.in_flight.front().unwrap_or(&self.plan)
-    }
-
-    /// What the executor returns for the oldest plan in flight, or else for the last one again. May be
-    /// asked for several times.
-    pub fn execute(&mut self) -> StepResults {
-        let Some(mut plan) = self.in_flight.pop_front() else {
-            return self.run_plan(&self.plan.clone());
-        };
-        for index in 0..plan.num_tokens() {
-            if plan.token_sources[index] == SOURCE_LAST_SAMPLED {
-                let row = plan.rows[sequence_of(&plan, index as i32)];
-                let token = self.rows[row as usize].last_sampled;
-                plan.token_ids[index] = token as i32;
-                plan.token_sources[index] = SOURCE_ID;
-            }
-        }
-        let results = self.run_plan(&plan);
-        self.in_flight.push_front(plan);
-        results
-    }
-
-    fn run_plan(&mut self, plan: &StepPlan) -> StepResults {
-        let block_size = self.settings.block_size as usize;
-        for &[source, destination] in &plan.block_copies {
-            let (source, destination) = (source as usize, destination as usize);
-            for offset in 0..block_size {
-                self.slots[destination * block_size + offset] =
-                    self.slots[source * block_size + offset];
-            }
-        }
-        for (row, ints) in plan.resets.rows.iter().zip(&plan.resets.ints) {
-            self.rows[*row as usize] = ExecutorRow {
-                child: ints[2] as u32,
-                num_best: ints[3],
-                ..ExecutorRow::default()
-            };
-        }
-        for (&slot, &token) in plan.slot_mapping.iter().zip(&plan.token_ids) {
-            self.slots[slot as usize] = Some(token as u32);
-        }
-        let mut results = StepResults {
-            token_offsets: vec![0],
-            logprob_offsets: vec![0],
-            prompt_logprob_offsets: vec![0],
-            ..StepResults::default()
-        };
-        let is_broken = |row: i32| self.rows[row as usize].is_broken;
-        let broken: Vec<i32> = plan
-            .rows
-            .iter()
-            .copied()
-            .filter(|&row| is_broken(row))
-            .collect();
-        for (&logit, &row) in plan.logits_indices.iter().zip(&plan.sample_rows) {
-            if broken.contains(&plan.rows[sequence_of(plan, logit)]) {
-                results.push_sample(&[0], &[]);
-                continue;
-            }
-            let (tokens, logprobs) = self.sample(plan, logit, self.rows[row as usize]);
-            self.rows[row as usize].last_sampled = tokens[tokens.len() - 1];
-            results.push_sample(&tokens, &logprobs);
-        }
-        let asked = plan.score_token_ids.iter().zip(&plan.score_num_best);
-        for (&index, (&token, &num_best)) in plan.score_indices.iter().zip(asked) {
-            if !broken.contains(&plan.rows[sequence_of(plan, index)]) {
-                let history = self.history(plan, index);
-                let entries = candidates(&history, token as u32, num_best as u32);
-                results.prompt_logprobs.extend(entries);
-            }
-            let end = results.prompt_logprobs.len() as u32;
-            results.prompt_logprob_offsets.push(end);
-        }
-        let status = |row| {
-            if self.failing_rows.contains(row) || broken.contains(row) {
-                STATUS_FAILED
-            } else {
-                STATUS_OK
-            }
-        };
-        results.statuses = plan.rows.iter().map(status).collect();
-        self.failing_rows.clear();
-        results
-    }
-
-    /// One or more tokens after that at `index` of the plan, and their log-probabilities.
-    fn sample(
-        &self,
-        plan: &StepPlan,
-        index: i32,
-        row: ExecutorRow,
-    ) -> (Vec<u32>, Vec<TokenLogprob>) {
-        let mut history = self.history(plan, index);
-        let count = 1 + next_token(&history, 99, self.most_tokens_per_sample);
-        let (mut tokens, mut logprobs) = (Vec::new(), Vec::new());
-        for _ in 0..count {
-            let token = next_token(&history, row.child, self.settings.vocab_size);
-            tokens.push(token);
-            if let Ok(num_best) = u32::try_from(row.num_best) {
-                logprobs.extend(candidates(&history, token, num_best));
-            }
-            history.push(token);
-        }
-        (tokens, logprobs)
-    }
-
-    /// Tokens up to that at `index` of the plan, read through its sequence's block table.
-    fn history(&self, plan: &StepPlan, index: i32) -> Vec<u32> {
-        let sequence = sequence_of(plan, index);
-        let block_size = self.settings.block_size as usize;
-        let begin = plan.block_table_offsets[sequence] as usize;
-        (0..=plan.positions[index as usize] as usize)
-            .map(|at| {
-                let block = plan.block_ids[begin + at / block_size] as usize;
-                self.slots[block * block_size + at % block_size].expect("a slot that was written")
-            })
-            .collect()
     }
 
     /// The oldest step lands.
@@ -591,46 +434,6 @@ impl Harness {
             }
         }
     }
-
-    /// What every plan promises.
-    fn check_plan(&self) {
-        let plan = &self.plan;
-        let n = plan.num_seqs();
-        assert!(n > 0 && n <= self.settings.max_num_seqs as usize);
-        assert!(plan.num_tokens() <= self.settings.max_num_batched_tokens as usize);
-        assert_eq!(plan.query_start_loc.len(), n + 1);
-        assert_eq!(plan.block_table_offsets.len(), n + 1);
-        let mut rows = plan.rows.clone();
-        rows.sort_unstable();
-        rows.dedup();
-        assert_eq!(rows.len(), n, "a row twice in one plan");
-        let mut slots = plan.slot_mapping.clone();
-        slots.sort_unstable();
-        slots.dedup();
-        assert_eq!(slots.len(), plan.num_tokens(), "a slot is written twice");
-        assert_eq!(plan.adapter_ids, vec![-1; n]);
-        assert!(plan.mask_rows.is_empty());
-        assert_eq!(
-            plan.block_copy_locations,
-            vec![[0; 2]; plan.block_copies.len()]
-        );
-        for &[_, written] in &plan.block_copies {
-            let named = plan.block_copies.as_flattened().iter();
-            let count = named.filter(|&&block| block == written).count();
-            assert_eq!(count, 1, "copies of a step depend on each other");
-        }
-        for position in 0..n {
-            let tokens = plan.query_start_loc[position]..plan.query_start_loc[position + 1];
-            assert_eq!(
-                position < plan.num_decodes,
-                tokens.len() == 1,
-                "decodes come first"
-            );
-            assert!(tokens.len() <= self.engine.limits().max_chunk_tokens() as usize);
-            let last = plan.positions[tokens.end as usize - 1];
-            assert_eq!(last + 1, plan.seq_lens[position]);
-        }
-    }
 }
 
 /// The settings with as many steps in flight as these tests are about.
@@ -648,137 +451,8 @@ pub fn runs_ahead() -> bool {
     super::STEPS_IN_FLIGHT > 1
 }
 
-impl Harness {
-    /// What a plan promises that was made while others are in flight.
-    fn check_ahead(&mut self) {
-        let plan = &self.plan;
-        for (row, ints) in plan.resets.rows.iter().zip(&plan.resets.ints) {
-            self.planned[*row as usize] = ints[1] as u64;
-        }
-        assert_eq!(plan.token_sources.len(), plan.num_tokens());
-        let sampled: BTreeSet<i32> = self
-            .in_flight
-            .iter()
-            .flat_map(|flight| flight.sample_rows.iter().copied())
-            .collect();
-        for (index, &source) in plan.token_sources.iter().enumerate() {
-            if source == SOURCE_LAST_SAMPLED {
-                let sequence = sequence_of(plan, index as i32);
-                assert!(sampled.contains(&plan.rows[sequence]), "nobody samples it");
-                assert!(sequence < plan.num_decodes, "it is all that is computed");
-            }
-        }
-        for (&row, &index) in plan.sample_rows.iter().zip(&plan.sample_output_indices) {
-            let id = RequestId(self.planned[row as usize]);
-            let Some(Client { request, .. }) = self.clients.get(&id) else {
-                continue;
-            };
-            let room = self.engine.limits().max_model_len() - request.prompt.len() as u32;
-            let most = request.stop.max_tokens.unwrap_or(room).min(room);
-            assert!((index as u32) < most, "{id} was planned beyond its length");
-        }
-        self.check_memory_in_flight();
-    }
-
-    /// Nothing is written that a step in flight touches for somebody else.
-    fn check_memory_in_flight(&self) {
-        let (plan, block_size) = (&self.plan, i64::from(self.settings.block_size));
-        for flight in &self.in_flight {
-            for row in &plan.resets.rows {
-                assert!(
-                    !flight.rows.contains(row),
-                    "row {row} is in step {}",
-                    flight.step
-                );
-            }
-            for index in 0..plan.num_tokens() {
-                let row = plan.rows[sequence_of(plan, index as i32)];
-                let block = (plan.slot_mapping[index] / block_size) as i32;
-                check_owner(flight, row, block);
-                let copied = flight.block_copies.as_flattened().contains(&block);
-                let is_newcomer = plan.resets.rows.contains(&row);
-                assert!(!(copied && is_newcomer), "step {} copies it", flight.step);
-            }
-            for &[_, written] in &plan.block_copies {
-                let mut tables = (0..plan.num_seqs()).map(|at| (plan.rows[at], table(plan, at)));
-                let owner = tables.find(|(_, blocks)| blocks.contains(&written));
-                check_owner(flight, owner.map_or(-1, |(row, _)| row), written);
-            }
-        }
-    }
-}
-
-/// Blocks of the sequence at `position` of a plan.
-fn table(plan: &StepPlan, position: usize) -> &[i32] {
-    let [begin, end] = [position, position + 1].map(|at| plan.block_table_offsets[at] as usize);
-    &plan.block_ids[begin..end]
-}
-
-/// A block that a plan writes for `row` is nobody else's in a step in flight.
-fn check_owner(flight: &StepPlan, row: i32, block: i32) {
-    for position in 0..flight.num_seqs() {
-        assert!(
-            flight.rows[position] == row || !table(flight, position).contains(&block),
-            "block {block} is written for row {row}, but step {} has it for row {}",
-            flight.step,
-            flight.rows[position],
-        );
-    }
-}
-
-/// Position of the sequence that a token of a plan belongs to.
-fn sequence_of(plan: &StepPlan, token: i32) -> usize {
-    plan.query_start_loc.partition_point(|&at| at <= token) - 1
-}
-
-impl Client {
-    /// The next `num_tokens` of the prompt were scored.
-    fn check_scores(&mut self, num_tokens: usize, logprobs: &[TokenLogprob]) {
-        let num_best = self.request.sampling.prompt_logprobs.expect("asked for");
-        let prompt = &self.request.prompt;
-        let expected: Vec<TokenLogprob> = (self.scored + 1..)
-            .take(num_tokens)
-            .flat_map(|at| candidates(&prompt[..at], prompt[at], num_best))
-            .collect();
-        assert_eq!(logprobs, expected, "{}", self.request.id);
-        self.scored += num_tokens;
-    }
-}
-
-/// Compares an answer's text with what its tokens and its end call for.
-fn check_text(request: &NewRequest, answer: &Answer) {
-    let Some(finish) = answer.finish else {
-        return;
-    };
-    let stop_token = matches!(finish, Finish::Eos | Finish::StopToken(_));
-    let shown = &answer.tokens[..answer.tokens.len() - usize::from(stop_token)];
-    let letters = |tokens: &[u32]| -> String {
-        let shown = tokens.iter().filter(|&&token| token != EOS);
-        shown.map(|&token| letter(token)).collect()
-    };
-    let whole = letters(shown);
-    let stops: Vec<&str> = request
-        .stop
-        .stop
-        .iter()
-        .flat_map(|stop| stop.strings())
-        .collect();
-    // Where the earliest stop string ends that a searched token completes.
-    let unsearched = letters(&shown[..shown.len().min(request.stop.min_tokens as usize)]).len();
-    let ends = (unsearched + 1..=whole.len())
-        .find(|&end| stops.iter().any(|stop| whole[..end].ends_with(stop)));
-    if let Finish::StopString(index) = finish {
-        assert_eq!(ends, Some(whole.len()), "{}: a stop was missed", request.id);
-        let cut = whole.strip_suffix(stops[index as usize]);
-        assert_eq!(answer.text, cut.expect("it ends with the stop"));
-    } else {
-        assert_eq!(ends, None, "{}: a stop was missed", request.id);
-        assert_eq!(answer.text, whole, "{}: {finish:?}", request.id);
-    }
-}
-
 /// Text of a token.
-fn letter(token: u32) -> char {
+pub fn letter(token: u32) -> char {
     char::from(b'a' + (token % 26) as u8)
 }
 

@@ -7,7 +7,7 @@ use chairlift_core::config::memory::{Backfill, MemoryAdmission, MemorySettings};
 use chairlift_core::config::policy::{ClassSettings, Policy};
 use chairlift_core::request::NewRequest;
 use chairlift_core::sim::{
-    Cause, CostProfile, Random as Stream, SimConfig, SimRequest, Workload, simulate,
+    Cause, CostProfile, Random as Stream, Record, SimConfig, SimRequest, Workload, simulate,
 };
 
 use super::gate::SECOND;
@@ -184,15 +184,18 @@ fn the_forecast_admits_as_many_as_the_future_peak_holds() {
     assert_eq!(harness.engine.metrics().running_sequences, 3);
 }
 
-/// Requests whose output has a geometric distribution, all there at time 0.
+/// Requests whose output has a geometric distribution, all there at time 0. Every third is a brief one of
+/// another tenant.
 fn geometric(random: &mut Stream, count: u32, mean: f64) -> Vec<SimRequest> {
-    let requests = (0..count).map(|_| {
-        let length = -mean * (1.0 - random.uniform()).ln();
+    let requests = (0..count).map(|number| {
+        let is_brief = number % 3 == 2;
+        let size = if is_brief { 0.2 } else { 1.0 };
+        let length = -size * mean * (1.0 - random.uniform()).ln();
         SimRequest {
             arrival_us: 0,
-            input_tokens: 50 + (random.uniform() * 50.0) as u32,
+            input_tokens: (size * (50.0 + random.uniform() * 150.0)) as u32,
             output_tokens: (1.0 + length).min(1_000.0) as u32,
-            tenant: 0,
+            tenant: u32::from(is_brief),
             class: 0,
             priority: 0,
             deadline_us: None,
@@ -203,8 +206,11 @@ fn geometric(random: &mut Stream, count: u32, mean: f64) -> Vec<SimRequest> {
     requests.collect()
 }
 
-/// Share of admissions that overflowed between the `from`-th and the `to`-th that ended.
-fn realised(requests: Vec<SimRequest>, target: f64, parts: &[[u64; 2]]) -> Vec<f64> {
+/// Share of the requests `from..to` during whose life anybody was preempted, as it shows from outside, with
+/// guests that go ahead of a head.
+fn realised(requests: Vec<SimRequest>, target: f64, parts: &[[usize; 2]]) -> Vec<f64> {
+    let mut policy = policy(MemoryAdmission::Forecast, target);
+    policy.memory.backfill = Backfill::Easy;
     let settings = Settings {
         max_num_seqs: 128,
         max_num_batched_tokens: 1_024,
@@ -213,7 +219,7 @@ fn realised(requests: Vec<SimRequest>, target: f64, parts: &[[u64; 2]]) -> Vec<f
         num_kv_blocks: 400,
         enable_prefix_caching: false,
         max_queued_requests: 100_000,
-        policy: policy(MemoryAdmission::Forecast, target),
+        policy,
         ..Settings::default()
     };
     let profile = CostProfile {
@@ -224,30 +230,32 @@ fn realised(requests: Vec<SimRequest>, target: f64, parts: &[[u64; 2]]) -> Vec<f
         t_ctx_s: 0.0,
         t_pair_s: 0.0,
         t_sample_s: 0.0,
+        t_copy_s: 0.0,
         noise_sigma: 0.0,
     };
     let workload = Workload {
         requests,
-        tenants: vec!["a".into()],
+        tenants: vec!["long".into(), "brief".into()],
         ..Workload::default()
     };
-    let mut seen: Vec<[u64; 2]> = Vec::new();
     let config = SimConfig::new(settings, profile);
-    simulate(&config, &workload, |engine, _| {
-        let memory = engine.memory_metrics();
-        assert!((0.0..=1.0).contains(&memory.quantile));
-        seen.push([memory.ended, memory.overflowed]);
+    let outcome = simulate(&config, &workload, |engine, _| {
+        assert!((0.0..=1.0).contains(&engine.memory_metrics().quantile));
         ControlFlow::Continue(())
     })
     .expect("a simulation that can be");
-    let at = |ended: u64| {
-        seen[seen
-            .partition_point(|line| line[0] < ended)
-            .min(seen.len() - 1)]
+    assert!(outcome.backfilled > 100, "{} guests", outcome.backfilled);
+    let with_preemption = outcome.iterations.iter().filter(|i| i.preemptions > 0);
+    let preempted_us: Vec<u64> = with_preemption.map(|i| i.start_us).collect();
+    let overflowed = |record: &Record| {
+        let [from, to] = [record.first_scheduled_us, record.finished_us].map(Option::unwrap);
+        let until = |us: u64| preempted_us.partition_point(|&at| at <= us);
+        until(from) < until(to - 1)
     };
-    let share = |&[from, to]: &[u64; 2]| {
-        let (begin, end) = (at(from), at(to));
-        (end[1] - begin[1]) as f64 / (end[0] - begin[0]) as f64
+    let share = |&[from, to]: &[usize; 2]| {
+        let records = &outcome.records[from..to];
+        let count = records.iter().filter(|&record| overflowed(record)).count();
+        count as f64 / records.len() as f64
     };
     parts.iter().map(share).collect()
 }

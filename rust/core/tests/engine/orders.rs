@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use chairlift_core::config::Settings;
 use chairlift_core::config::policy::{ClassSettings, Join, Order, Policy, TenantSettings};
-use chairlift_core::request::{NewRequest, Time};
+use chairlift_core::request::{NewRequest, RequestId, Time, WaitReason};
 
 use super::harness::{Harness, exact};
 use super::scenarios::settings;
@@ -272,4 +272,42 @@ fn a_window_ends_when_its_batch_is_full_or_its_delay_is_over() {
     three.sampling.n = 3;
     harness.submit_for("ann", "all", three);
     assert!(harness.step(), "three answers fill it, too");
+}
+
+#[test]
+fn nobody_beyond_its_size_joins_the_batch_of_a_window() {
+    let window = Join::Window {
+        size: 3,
+        delay_us: 500,
+    };
+    let mut harness = joining(window);
+    for id in 1..=5 {
+        harness.submit_for("ann", "all", exact(id, 4, 2, 1_000));
+    }
+    let mut four = exact(6, 4, 2, 1_000);
+    four.sampling.n = 4;
+    harness.submit_for("ann", "all", four);
+    let running = |h: &Harness| h.engine.metrics().running_sequences;
+    assert!(harness.step());
+    assert_eq!(running(&harness), 3);
+    let (why, _) = harness
+        .engine
+        .wait(harness.now, RequestId(4))
+        .expect("it waits");
+    assert_eq!(why, WaitReason::Window, "rows are free");
+    while harness.client(3).ended == 0 {
+        assert_eq!(harness.client(4).scheduled, 0, "nobody joins it later");
+        assert!(harness.step());
+    }
+    assert!(harness.step(), "as many answers wait as fill another one");
+    assert_eq!(running(&harness), 2, "but four do not fit beside two");
+    while harness.client(6).scheduled == 0 {
+        assert!(harness.step());
+    }
+    assert_eq!(
+        running(&harness),
+        4,
+        "what is larger than a batch is one by itself"
+    );
+    harness.run_to_end();
 }

@@ -20,6 +20,7 @@ const WRONG: Coefficients = Coefficients {
     t_ctx_us: 0.022,
     t_pair_us: 0.000_65,
     t_sample_us: 0.0,
+    t_copy_us: 0.0,
     most_tokens: 8_192.0,
 };
 
@@ -119,6 +120,7 @@ const SIMPLE: Coefficients = Coefficients {
     t_ctx_us: 0.0,
     t_pair_us: 0.0,
     t_sample_us: 0.0,
+    t_copy_us: 0.0,
     most_tokens: 1_000.0,
 };
 

@@ -1,17 +1,13 @@
 //! Random operations on tiny engines: the invariants hold after every one.
 
-use chairlift_core::config::Settings;
-use chairlift_core::config::memory::{Backfill, MemoryAdmission, MemorySettings};
-use chairlift_core::config::policy::{
-    ClassSettings, Join, OnDoomed, OnTimeout, Order, Policy, Price, Sharing, Shedding,
-    TenantSettings,
-};
-use chairlift_core::predict::iteration_time::Coefficients;
+use chairlift_core::iteration::plan::StepPlan;
 use chairlift_core::request::WaitReason;
 use chairlift_core::request::{NewRequest, RequestId, Ticket, Time};
-use chairlift_core::text::{StopStrings, StopText};
 
-use super::harness::{Harness, Random, request, runs_ahead, ticket};
+use super::conserving;
+use super::harness::{Harness, Random, runs_ahead, ticket};
+use super::plan_checks::{HOST, copies, table};
+use super::random_inputs::{TENANTS, random_policy, random_request, tiny_settings};
 
 /// Steps of a run, and runs: 120,000 steps in all. `CHAIRLIFT_SOAK_RUNS` asks for more runs.
 const STEPS_PER_RUN: u32 = 6_000;
@@ -27,173 +23,6 @@ fn num_runs() -> u64 {
 /// Most steps in a row without output: the oldest of the highest level that runs is never preempted, and
 /// in that many its prompt is computed, one token at a time; others may come and go before it.
 const LONGEST_STALL: u32 = 200;
-
-const CLASSES: [&str; 3] = ["gold", "silver", "bronze"];
-const TENANTS: [&str; 4] = ["ann", "bob", "cy", "somebody"];
-
-/// All rules mixed at random; times in microseconds, a step takes 10.
-fn random_policy(random: &mut Random) -> Policy {
-    let maybe = |random: &mut Random, percent, low, high| {
-        random.chance(percent).then(|| random.within(low, high))
-    };
-    let mut policy = Policy::default();
-    let num_classes = random.within(1, 3) as usize;
-    policy.classes.clear();
-    for name in &CLASSES[..num_classes] {
-        let mut class = ClassSettings::new(*name);
-        class.level = random.within(0, 2) as i32 - 1;
-        class.weight = f64::from(random.within(1, 4));
-        class.max_queued_requests = maybe(random, 20, 1, 6);
-        class.max_queued_tokens = maybe(random, 20, 20, 80).map(u64::from);
-        class.max_queue_time_us = maybe(random, 50, 20, 400).map(u64::from);
-        class.ttft_target_us = maybe(random, 30, 50, 2_000).map(u64::from);
-        class.tpot_target_us = maybe(random, 30, 3, 40).map(u64::from);
-        class.on_timeout = [OnTimeout::Expire, OnTimeout::Promote][random.within(0, 1) as usize];
-        let doomed = [OnDoomed::Keep, OnDoomed::Relegate, OnDoomed::Drop];
-        class.on_doomed = doomed[random.within(0, 2) as usize];
-        class.may_be_shed = random.chance(50);
-        policy.classes.push(class);
-    }
-    for name in &TENANTS[..3] {
-        policy
-            .tenants
-            .insert((*name).into(), random_tenant(random, num_classes));
-    }
-    policy.sharing = [Sharing::Fcfs, Sharing::Fair][random.within(0, 1) as usize];
-    if random.chance(40) {
-        policy.price = Price::DeviceTime;
-    }
-    policy.charge_predicted_output = random.chance(30);
-    let orders = [
-        Order::Arrival,
-        Order::Shortest,
-        Order::Footprint,
-        Order::Deadline,
-        Order::Prefix,
-    ];
-    policy.order = orders[random.within(0, 4) as usize];
-    policy.max_level_wait_us = maybe(random, 30, 50, 500).map(u64::from);
-    policy.join = match random.within(0, 9) {
-        0 => Join::Static,
-        1 => Join::Window {
-            size: random.within(1, 4),
-            delay_us: random.within(0, 200).into(),
-        },
-        _ => Join::Continuous,
-    };
-    policy.shedding = random.chance(30).then(|| Shedding {
-        above_us: random.within(100, 400).into(),
-        below_us: random.within(10, 99).into(),
-    });
-    policy.preempt_to_admit = random.chance(70);
-    policy.pace.iteration_target_us = maybe(random, 20, 3, 40).map(u64::from);
-    policy.pace.min_prefill_tokens = maybe(random, 30, 1, 4);
-    let admissions = [
-        MemoryAdmission::Optimistic,
-        MemoryAdmission::Reserve,
-        MemoryAdmission::Forecast,
-    ];
-    let modes = [
-        Backfill::Easy,
-        Backfill::Easy,
-        Backfill::Unprotected,
-        Backfill::Off,
-    ];
-    policy.memory = MemorySettings {
-        admission: admissions[random.within(0, 2) as usize],
-        overflow: f64::from(random.within(1, 50)) / 100.0,
-        backfill: modes[random.within(0, 3) as usize],
-        backfill_candidates: random.within(1, 4),
-    };
-    policy
-}
-
-fn random_tenant(random: &mut Random, num_classes: usize) -> TenantSettings {
-    let class = CLASSES[random.within(1, num_classes as u32) as usize - 1];
-    let rate = random
-        .chance(30)
-        .then(|| random.within(20_000, 500_000).into());
-    TenantSettings {
-        weight: f64::from(random.within(1, 3)),
-        default_class: Some(class.into()),
-        best_class: random.chance(30).then(|| class.into()),
-        max_running: random.chance(30).then(|| random.within(1, 4)),
-        max_queued: random.chance(20).then(|| random.within(1, 4)),
-        tokens_per_second: rate,
-        burst_tokens: rate.filter(|_| random.chance(50)).map(|_| 30),
-    }
-}
-
-fn tiny_settings(random: &mut Random) -> Settings {
-    let max_num_seqs = random.within(1, 6);
-    let chunk = random.within(1, 12);
-    Settings {
-        max_num_seqs,
-        max_num_batched_tokens: max_num_seqs + random.within(0, 20),
-        max_model_len: random.within(8, 40),
-        long_prefill_token_threshold: random.chance(50).then_some(chunk),
-        block_size: [1, 2, 4, 8][random.within(0, 3) as usize],
-        num_kv_blocks: random.within(4, 24),
-        enable_prefix_caching: random.chance(70),
-        watermark_blocks: random.chance(50).then_some(random.within(0, 2)),
-        max_queued_requests: random.within(1, 8),
-        max_queued_tokens: random.chance(20).then(|| random.within(20, 200).into()),
-        policy: if random.chance(80) {
-            random_policy(random)
-        } else {
-            Policy::default()
-        },
-        vocab_size: 12,
-        max_in_flight_steps: super::STEPS_IN_FLIGHT,
-        cost_model: random.chance(50).then(|| Coefficients {
-            t0_us: f64::from(random.within(0, 4)),
-            t_weights_us: f64::from(random.within(0, 4)),
-            t_tok_us: f64::from(random.within(1, 30)) / 10.0,
-            t_seq_us: f64::from(random.within(0, 10)) / 10.0,
-            t_ctx_us: f64::from(random.within(0, 10)) / 50.0,
-            t_pair_us: f64::from(random.within(0, 10)) / 50.0,
-            most_tokens: f64::from(random.within(1, 20)),
-            ..Coefficients::default()
-        }),
-    }
-}
-
-/// A request from a tiny alphabet, so that prefixes are often shared.
-fn random_request(random: &mut Random, harness: &Harness, id: u64) -> NewRequest {
-    let longest = harness.engine.limits().max_model_len() - 1;
-    let length = random.within(1, longest);
-    let alphabet = random.within(1, 3);
-    let prompt = (0..length).map(|_| random.within(1, alphabet)).collect();
-    let mut new = request(id, prompt, random.within(1, 12));
-    new.sampling.n = random.within(1, harness.settings.max_num_seqs.min(3));
-    if random.chance(30) {
-        new.sampling.presence_penalty = 0.5;
-    }
-    new.sampling.logprobs = random.chance(20).then(|| random.within(0, 2));
-    new.sampling.prompt_logprobs = random.chance(20).then(|| random.within(0, 2));
-    if random.chance(20) {
-        new.sampling.logit_bias = vec![(1, 1.0); random.within(1, 1_024) as usize];
-    }
-    if random.chance(30) {
-        let stops = StopStrings::new(&["ab", "cad", "k"], StopText::Excluded).expect("stops");
-        new.stop.stop = Some(stops.into());
-    }
-    new.stop.max_tokens = random
-        .chance(80)
-        .then_some(new.stop.max_tokens.unwrap_or(1));
-    new.stop.ignore_eos = random.chance(30);
-    if random.chance(30) {
-        new.stop.stop_token_ids = vec![random.within(1, 11)];
-        new.stop.min_tokens = random.within(0, new.stop.max_tokens.unwrap_or(4));
-    }
-    new.priority = random.within(0, 2) as i32 - 1;
-    if random.chance(20) {
-        let soon = harness.now.0 + u64::from(random.within(0, 400));
-        new.deadline = Some(Time(soon));
-    }
-    new.cache_salt = random.chance(20).then(|| "tenant".to_string());
-    new
-}
 
 /// What a run did, to be compared between runs of one seed; and that it did everything.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -219,12 +48,19 @@ struct Trace {
     displaced: u64,
     reloads: u64,
     idle_with_work: u64,
+    /// Steps beside which somebody waited though there were rows and budget to spare.
+    waits_beside_room: u64,
     timers: u64,
     /// Steps under each mode of admission to memory.
     admissions: [u64; 3],
     sla_holds: usize,
     backfilled: u64,
     slips: u64,
+    offloaded_blocks: u64,
+    restored_tokens: u64,
+    host_evictions: u64,
+    /// Blocks that came from the host for a sequence that had been running.
+    late_restores: usize,
     /// Most steps in a row that computed something, but brought no output and no end.
     longest_stall: u32,
 }
@@ -471,11 +307,15 @@ impl Run {
         if !is_ahead && !scheduled {
             self.check_idle();
         }
+        if !is_ahead && scheduled {
+            self.trace.waits_beside_room += u64::from(conserving::check(&self.harness));
+        }
         self.check_tenants();
         self.steps += 1;
         let admission = self.harness.settings.policy.memory.admission;
         self.trace.admissions[admission as usize] += 1;
         self.trace.copies += self.harness.plan.block_copies.len();
+        self.trace.late_restores += late_restores(&self.harness.plan);
         let (engine, now) = (&self.harness.engine, self.harness.now);
         let clients = self.harness.clients.keys();
         let waits = clients.filter_map(|&id| engine.wait(now, id));
@@ -551,9 +391,21 @@ impl Run {
             displaced: metrics.displaced,
             backfilled: metrics.backfilled,
             slips: metrics.forecast_slips,
+            offloaded_blocks: metrics.offloaded_blocks,
+            restored_tokens: metrics.restored_tokens,
+            host_evictions: self.harness.contents.num_host_evictions,
             ..self.trace
         }
     }
+}
+
+/// Blocks that a plan copies from the host for sequences that did not come in it.
+fn late_restores(plan: &StepPlan) -> usize {
+    let is_newcomer = |at: &usize| plan.resets.rows.contains(&plan.rows[*at]);
+    let newcomers = (0..plan.num_seqs()).filter(is_newcomer);
+    let blocks: Vec<i32> = newcomers.flat_map(|at| table(plan, at).to_vec()).collect();
+    let is_late = |&[from, to]: &[(u8, i32); 2]| from.0 == HOST && !blocks.contains(&to.1);
+    copies(plan).filter(is_late).count()
 }
 
 /// Says the seed of a run that panics.
@@ -603,6 +455,7 @@ fn invariants_hold_over_random_operations() {
         total.displaced += trace.displaced;
         total.reloads += trace.reloads;
         total.idle_with_work += trace.idle_with_work;
+        total.waits_beside_room += trace.waits_beside_room;
         total.timers += trace.timers;
         for (total, steps) in total.admissions.iter_mut().zip(trace.admissions) {
             *total += steps;
@@ -610,6 +463,10 @@ fn invariants_hold_over_random_operations() {
         total.sla_holds += trace.sla_holds;
         total.backfilled += trace.backfilled;
         total.slips += trace.slips;
+        total.offloaded_blocks += trace.offloaded_blocks;
+        total.restored_tokens += trace.restored_tokens;
+        total.host_evictions += trace.host_evictions;
+        total.late_restores += trace.late_restores;
         total.longest_stall = total.longest_stall.max(trace.longest_stall);
     }
     // The scenario really happened, all of it.
@@ -625,6 +482,14 @@ fn invariants_hold_over_random_operations() {
     assert!(total.broken_results > 100, "{total:?}");
     assert!(total.expired > 500 && total.shed > 100, "{total:?}");
     assert!(total.backfilled > 200 && total.slips > 20, "{total:?}");
+    assert!(
+        total.offloaded_blocks > 1_000 && total.restored_tokens > 1_000,
+        "{total:?}"
+    );
+    assert!(
+        total.host_evictions > 500 && total.late_restores > 10,
+        "{total:?}"
+    );
     assert!(total.longest_stall > 5, "{total:?}");
     assert!(total.displaced > 100 && total.reloads > 100, "{total:?}");
     assert!(
@@ -640,6 +505,7 @@ fn invariants_hold_over_random_operations() {
         "{total:?}"
     );
     assert!(total.sla_holds > 100, "{total:?}");
+    assert!(total.waits_beside_room > 1_000, "{total:?}");
     if runs_ahead() {
         assert!(total.ahead > 20_000 && total.dropped > 2_000, "{total:?}");
     } else {

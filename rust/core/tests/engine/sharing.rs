@@ -157,6 +157,25 @@ fn a_salt_separates_and_what_was_not_computed_is_not_shared() {
     );
 }
 
+#[test]
+fn no_tenant_finds_what_another_computed_though_the_policy_names_none() {
+    let mut harness = Harness::new(settings());
+    let mut new = plain(1, 20, 3);
+    for (id, tenant, cached) in [
+        (1, "ann", 0),
+        (2, "bob", 0),
+        (3, "default", 0),
+        (4, "ann", 16),
+    ] {
+        new.id = RequestId(id);
+        let before = harness.engine.metrics().cached_tokens;
+        harness.submit_for(tenant, "default", new.clone());
+        harness.run_to_end();
+        let found = harness.engine.metrics().cached_tokens - before;
+        assert_eq!(found, cached, "request {id} of {tenant}");
+    }
+}
+
 /// Case C31.
 #[test]
 fn the_cache_never_changes_an_answer() {

@@ -1,7 +1,10 @@
 //! Steady state allocates nothing.
 
 use chairlift_core::config::Settings;
+use chairlift_core::config::memory::MemoryAdmission;
+use chairlift_core::config::policy::{Policy, Price, Sharing};
 use chairlift_core::output::OutputBatch;
+use chairlift_core::predict::iteration_time::Coefficients;
 
 use super::harness::{EOS, Harness, request};
 
@@ -18,6 +21,32 @@ fn nor_do_siblings() {
 #[test]
 fn nor_does_a_recorded_one() {
     steady(Harness::recorded, 64, 1);
+}
+
+#[test]
+fn nor_does_one_with_every_policy_on() {
+    let with_policies = |settings: Settings| {
+        let mut policy = Policy {
+            sharing: Sharing::Fair,
+            price: Price::DeviceTime,
+            ..Policy::default()
+        };
+        policy.memory.admission = MemoryAdmission::Forecast;
+        policy.pace.iteration_target_us = Some(1_000_000);
+        policy.classes[0].max_queue_time_us = Some(1_000_000_000);
+        Harness::recorded(Settings {
+            policy,
+            max_num_seqs: 65,
+            num_kv_blocks: 1_025, // 64 sequences of 240 tokens, as forecast, and not one more
+            cost_model: Some(Coefficients {
+                t_tok_us: 1.0,
+                most_tokens: 1_000.0,
+                ..Coefficients::default()
+            }),
+            ..settings
+        })
+    };
+    steady(with_policies, 65, 1);
 }
 
 /// Counts allocations while `requests` of `n` answers each decode together.

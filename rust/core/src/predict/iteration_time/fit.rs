@@ -7,17 +7,18 @@
 
 use crate::predict::iteration_time::StepShape;
 use crate::predict::iteration_time::moments::{
-    BinnedMoments, Moments, NUM_BINS, SCALES, bin_of, fewest_tokens,
+    BinnedMoments, Moments, NUM_BINS, NUM_TERMS, SCALES, bin_of, fewest_tokens,
 };
 
-/// Unknowns: `t0`, `t_seq`, `t_weights`, `t_tok`, `t_ctx`, `t_pair`, `t_sample`.
-const NUM_UNKNOWNS: usize = 7;
+/// Unknowns: `t0`, `t_seq`, `t_weights`, `t_tok`, `t_ctx`, `t_pair`, `t_sample`, `t_copy`.
+const NUM_UNKNOWNS: usize = 8;
 const WEIGHTS: usize = 2;
 const TOKEN: usize = 3;
 /// Scales of the unknowns.
 const UNKNOWN_SCALES: [f64; NUM_UNKNOWNS] = [
-    SCALES[0], SCALES[1], 1.0, SCALES[2], SCALES[3], SCALES[4], SCALES[5],
+    SCALES[0], SCALES[1], 1.0, SCALES[2], SCALES[3], SCALES[4], SCALES[5], SCALES[6],
 ];
+
 /// Iterations that a prior of nothing is worth, and one that was loaded.
 const NO_PRIOR: f64 = 0.02;
 const LOADED_PRIOR: f64 = 1.0;
@@ -46,6 +47,8 @@ pub struct Coefficients {
     pub t_pair_us: f64,
     /// A row of logits that is sampled.
     pub t_sample_us: f64,
+    /// A block that is copied from or to the host; 0 where none was.
+    pub t_copy_us: f64,
     /// Most tokens of an iteration that they were learned from.
     pub most_tokens: f64,
 }
@@ -59,10 +62,11 @@ impl Coefficients {
             + self.t_ctx_us * shape.decode_context
             + self.t_pair_us * shape.prefill_pairs
             + self.t_sample_us * shape.samples
+            + self.t_copy_us * shape.copies
     }
 
     /// Names and values, in the order of the formula.
-    pub fn named(&self) -> [(&'static str, f64); 8] {
+    pub fn named(&self) -> [(&'static str, f64); 9] {
         [
             ("t0_us", self.t0_us),
             ("t_seq_us", self.t_seq_us),
@@ -71,6 +75,7 @@ impl Coefficients {
             ("t_ctx_us", self.t_ctx_us),
             ("t_pair_us", self.t_pair_us),
             ("t_sample_us", self.t_sample_us),
+            ("t_copy_us", self.t_copy_us),
             ("most_tokens", self.most_tokens),
         ]
     }
@@ -90,6 +95,7 @@ impl Coefficients {
             t_ctx_us: value(4),
             t_pair_us: value(5),
             t_sample_us: value(6),
+            t_copy_us: value(7),
             most_tokens: 0.0,
         }
     }
@@ -172,12 +178,12 @@ impl Fit {
         let mut equations = Equations::default();
         equations.add(
             below,
-            [(0, 0), (1, 1), (flat.0, 0), (4, 3), (5, 4), (6, 5)],
+            [(0, 0), (1, 1), (flat.0, 0), (4, 3), (5, 4), (6, 5), (7, 6)],
             flat.1,
         );
         equations.add(
             above,
-            [(0, 0), (1, 1), (TOKEN, 2), (4, 3), (5, 4), (6, 5)],
+            [(0, 0), (1, 1), (TOKEN, 2), (4, 3), (5, 4), (6, 5), (7, 6)],
             1.0,
         );
         self.add_prior(&mut equations, below.weight + above.weight);
@@ -238,7 +244,7 @@ struct Equations {
 
 impl Equations {
     /// Adds sums, given which unknown each term belongs to; the third is times `factor`.
-    fn add(&mut self, sums: &Moments, terms: [(usize, usize); 6], factor: f64) {
+    fn add(&mut self, sums: &Moments, terms: [(usize, usize); NUM_TERMS], factor: f64) {
         let factor = |at: usize| if at == 2 { factor } else { 1.0 };
         for (i, &(unknown, term)) in terms.iter().enumerate() {
             for (j, &(other_unknown, other)) in terms.iter().enumerate() {

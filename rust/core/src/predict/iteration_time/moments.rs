@@ -4,10 +4,10 @@
 
 use crate::predict::iteration_time::StepShape;
 
-/// Terms: 1, sequences, tokens, decode context, prefill pairs, samples.
-pub(super) const NUM_TERMS: usize = 6;
+/// Terms: 1, sequences, tokens, decode context, prefill pairs, samples, copies.
+pub(super) const NUM_TERMS: usize = 7;
 /// Sizes that bring the terms to about one, so that no rounding matters and a prior weighs alike.
-pub(super) const SCALES: [f64; NUM_TERMS] = [1.0, 64.0, 512.0, 32_768.0, 1_048_576.0, 64.0];
+pub(super) const SCALES: [f64; NUM_TERMS] = [1.0, 64.0, 512.0, 32_768.0, 1_048_576.0, 64.0, 64.0];
 /// Iterations of a bin after which one counts for a third (1/e).
 const MEMORY: f64 = 512.0;
 /// Bins of one to eight tokens.
@@ -53,6 +53,7 @@ impl Row {
             shape.decode_context,
             shape.prefill_pairs,
             shape.samples,
+            shape.copies,
         ];
         Self {
             terms: std::array::from_fn(|at| terms[at] / SCALES[at] / scale),

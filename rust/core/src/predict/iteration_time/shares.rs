@@ -1,8 +1,9 @@
 //! Who an iteration's time goes to: each sequence by the terms of the cost model that it causes.
 //!
 //! What a sequence causes by itself it pays for: its tokens, its context, its samples. What is there for
-//! all is shared out: `t0` by sequence, the linear layers (also where the weights bind) by token. What the
-//! model does not explain scales them all, so that the shares add up to the time that was measured.
+//! all is shared out: `t0` and copies of blocks by sequence, the linear layers (also where the weights bind)
+//! by token. What the model does not explain scales them all, so that the shares add up to the time that was
+//! measured.
 
 use crate::predict::iteration_time::{Coefficients, StepShape, pairs};
 
@@ -33,9 +34,10 @@ impl StepShares {
             return Self::by_tokens(time / tokens);
         }
         let scale = time / predicted;
+        let for_all = costs.t0_us + costs.t_copy_us * shape.copies;
         let linear = costs.t_weights_us.max(costs.t_tok_us * shape.tokens);
         Self {
-            sequence: scale * (costs.t_seq_us + costs.t0_us / shape.sequences.max(1.0)),
+            sequence: scale * (costs.t_seq_us + for_all / shape.sequences.max(1.0)),
             token: scale * linear / tokens,
             context: scale * costs.t_ctx_us,
             pair: scale * costs.t_pair_us,
@@ -70,12 +72,14 @@ mod tests {
             t_ctx_us: 0.1,
             t_pair_us: 0.001,
             t_sample_us: 2.0,
+            t_copy_us: 5.0,
             most_tokens: 0.0,
         };
         let mut shape = StepShape::default();
         shape.add_decode(100, 1);
         shape.add_decode(20_000, 4);
         shape.add_chunk(3_000, 500, 0);
+        shape.copies = 20.0;
         let shares = StepShares::new(&costs, &shape, 30_000.0);
         let (short, long) = (shares.decode(100, 1), shares.decode(20_000, 4));
         let total = short + long + shares.chunk(3_000, 500, 0);

@@ -34,6 +34,7 @@ const TRUTH: Coefficients = Coefficients {
     t_ctx_us: 0.1,
     t_pair_us: 0.003,
     t_sample_us: 40.0,
+    t_copy_us: 100.0,
     most_tokens: 0.0,
 };
 
@@ -51,6 +52,9 @@ fn shape(random: &mut Random) -> StepShape {
             let ends = u32::from(random.below(3) == 0);
             shape.add_chunk(random.below(6_000), 2 + random.below(600), ends);
         }
+    }
+    if random.below(4) == 0 {
+        shape.copies = f64::from(random.below(200));
     }
     shape
 }
@@ -81,7 +85,7 @@ fn known_coefficients_come_back() {
     let mut model = CostModel::default();
     trained(&mut model, &TRUTH, 40_000, 0.03);
     let got = model.coefficients().expect("it is known");
-    for ((name, value), (_, truth)) in got.named().into_iter().zip(TRUTH.named()).take(7) {
+    for ((name, value), (_, truth)) in got.named().into_iter().zip(TRUTH.named()).take(8) {
         let error = (value / truth - 1.0).abs();
         assert!(error < 0.02, "{name} is {value}, in truth {truth}");
     }

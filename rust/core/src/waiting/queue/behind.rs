@@ -50,7 +50,7 @@ impl WaitingQueue {
         let last = self.levels.len() - 1;
         for (index, level) in self.levels.iter().enumerate() {
             if index == last {
-                let mut fresh = level.fresh.values();
+                let mut fresh = self.best_effort.values();
                 fresh.any(|&key| is_enough(Next::Fresh(key, index, level.root)));
                 return;
             }
