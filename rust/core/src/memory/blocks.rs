@@ -33,6 +33,9 @@ use pool::Pool;
 pub struct BlockId(u32);
 
 impl BlockId {
+    /// The name of no block, for links that have to be small.
+    pub(super) const NONE: Self = Self(u32::MAX);
+
     /// Position in the KV arrays.
     pub fn index(self) -> usize {
         self.0 as usize

@@ -10,9 +10,6 @@
 //! On the way of a request: looked up when a sequence is admitted, filled when a step is committed and
 //! never before, so that a block whose tokens were not computed cannot be shared.
 
-use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
-
 use super::blocks::BlockId;
 
 /// Names the content of a full block and all before it.
@@ -75,53 +72,71 @@ pub fn extend_chain(chain: &mut Vec<BlockHash>, root: BlockHash, tokens: &[u32],
     }
 }
 
-/// The hash is uniform already; its low half is the map's hash.
-#[derive(Default)]
-struct Uniform(u64);
-
-impl Hasher for Uniform {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.0 = self.0.rotate_left(8) ^ u64::from(byte);
-        }
-    }
-
-    fn write_u128(&mut self, value: u128) {
-        self.0 = value as u64;
-    }
+/// What is known of a block. Small, and never across two cache lines: blocks come and go at random, and
+/// each step evicts some.
+#[derive(Clone, Copy)]
+#[repr(align(32))]
+struct Entry {
+    /// What it holds, if it is in a chain.
+    hash: BlockHash,
+    /// The next block of its chain.
+    next: Link,
+    /// Its neighbours in the eviction order; nobody at the ends and outside it.
+    older: Link,
+    newer: Link,
 }
 
-/// Neighbours of a block in the eviction order; `None` at the ends and outside it.
-#[derive(Clone, Copy, Default)]
-struct Links {
-    older: Option<BlockId>,
-    newer: Option<BlockId>,
+/// A block or nobody, in half the room of an `Option`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Link(BlockId);
+
+impl Link {
+    const NOBODY: Self = Self(BlockId::NONE);
+
+    fn to(block: BlockId) -> Self {
+        Self(block)
+    }
+
+    fn block(self) -> Option<BlockId> {
+        (self != Self::NOBODY).then_some(self.0)
+    }
+
+    /// Cuts the link; where it led to.
+    fn take(&mut self) -> Self {
+        std::mem::replace(self, Self::NOBODY)
+    }
 }
 
 /// Content index of full blocks, and the eviction order of those that no table uses.
+///
+/// The index is a hash table whose chains run through the blocks' entries, so it never grows.
 pub(super) struct PrefixCache {
-    index: HashMap<BlockHash, BlockId, BuildHasherDefault<Uniform>>,
-    links: Vec<Links>,
-    oldest: Option<BlockId>,
-    newest: Option<BlockId>,
+    /// The first block of each chain, by the low bits of the hash, which is uniform already.
+    chains: Vec<Link>,
+    /// By block.
+    entries: Vec<Entry>,
+    num_findable: usize,
+    oldest: Link,
+    newest: Link,
     num_evictable: u32,
 }
 
 impl PrefixCache {
     /// A cache over blocks `0..num_blocks`, empty.
     pub(super) fn new(num_blocks: u32) -> Self {
+        let num_blocks = num_blocks as usize;
+        let entry = Entry {
+            hash: BlockHash(0),
+            next: Link::NOBODY,
+            older: Link::NOBODY,
+            newer: Link::NOBODY,
+        };
         Self {
-            index: HashMap::with_capacity_and_hasher(
-                num_blocks as usize,
-                BuildHasherDefault::default(),
-            ),
-            links: vec![Links::default(); num_blocks as usize],
-            oldest: None,
-            newest: None,
+            chains: vec![Link::NOBODY; num_blocks.next_power_of_two()],
+            entries: vec![entry; num_blocks],
+            num_findable: 0,
+            oldest: Link::NOBODY,
+            newest: Link::NOBODY,
             num_evictable: 0,
         }
     }
@@ -133,61 +148,80 @@ impl PrefixCache {
 
     /// The block with this content.
     pub(super) fn find(&self, hash: BlockHash) -> Option<BlockId> {
-        self.index.get(&hash).copied()
+        let mut at = self.chains[self.chain_of(hash)];
+        while let Some(block) = at.block() {
+            let entry = &self.entries[block.index()];
+            if entry.hash == hash {
+                break;
+            }
+            at = entry.next;
+        }
+        at.block()
+    }
+
+    fn chain_of(&self, hash: BlockHash) -> usize {
+        hash.0 as usize & (self.chains.len() - 1)
     }
 
     /// Makes `block` findable; false if another block with the same content is already.
     pub(super) fn insert(&mut self, hash: BlockHash, block: BlockId) -> bool {
-        match self.index.entry(hash) {
-            std::collections::hash_map::Entry::Occupied(_) => false,
-            std::collections::hash_map::Entry::Vacant(entry) => {
-                entry.insert(block);
-                true
-            }
+        if self.find(hash).is_some() {
+            return false;
         }
+        let chain = self.chain_of(hash);
+        let next = std::mem::replace(&mut self.chains[chain], Link::to(block));
+        let entry = &mut self.entries[block.index()];
+        (entry.hash, entry.next) = (hash, next);
+        self.num_findable += 1;
+        true
     }
 
     /// The last table let go of a findable block: it may be evicted, after all that were before it.
     pub(super) fn park(&mut self, block: BlockId) {
-        self.links[block.index()] = Links {
-            older: self.newest,
-            newer: None,
-        };
-        match self.newest {
-            Some(newest) => self.links[newest.index()].newer = Some(block),
-            None => self.oldest = Some(block),
+        let entry = &mut self.entries[block.index()];
+        (entry.older, entry.newer) = (self.newest, Link::NOBODY);
+        match self.newest.block() {
+            Some(newest) => self.entries[newest.index()].newer = Link::to(block),
+            None => self.oldest = Link::to(block),
         }
-        self.newest = Some(block);
+        self.newest = Link::to(block);
         self.num_evictable += 1;
     }
 
     /// A table uses a parked block again.
     pub(super) fn unpark(&mut self, block: BlockId) {
-        let Links { older, newer } = std::mem::take(&mut self.links[block.index()]);
-        match older {
-            Some(older) => self.links[older.index()].newer = newer,
+        let entry = &mut self.entries[block.index()];
+        let (older, newer) = (entry.older.take(), entry.newer.take());
+        match older.block() {
+            Some(other) => self.entries[other.index()].newer = newer,
             None => self.oldest = newer,
         }
-        match newer {
-            Some(newer) => self.links[newer.index()].older = older,
+        match newer.block() {
+            Some(other) => self.entries[other.index()].older = older,
             None => self.newest = older,
         }
         self.num_evictable -= 1;
     }
 
-    /// The block to evict next.
-    pub(super) fn eviction_candidate(&self) -> Option<BlockId> {
-        self.oldest
-    }
-
-    /// Forgets the content of a block that was unparked for eviction.
-    pub(super) fn forget(&mut self, hash: BlockHash) {
-        self.index.remove(&hash);
+    /// Forgets the content of the parked block that is the oldest, and what that was.
+    pub(super) fn evict(&mut self) -> Option<(BlockId, BlockHash)> {
+        let block = self.oldest.block()?;
+        self.unpark(block);
+        let entry = &mut self.entries[block.index()];
+        let (hash, next) = (entry.hash, entry.next.take());
+        let chain = self.chain_of(hash);
+        let mut link = &mut self.chains[chain];
+        while let Some(other) = link.block().filter(|&other| other != block) {
+            link = &mut self.entries[other.index()].next;
+        }
+        *link = next;
+        self.num_findable -= 1;
+        Some((block, hash))
     }
 
     /// Findable blocks, used or not; for invariant checks.
     pub(super) fn len(&self) -> usize {
-        self.index.len()
+        self.num_findable
     }
 }
 

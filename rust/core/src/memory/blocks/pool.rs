@@ -67,13 +67,9 @@ impl Pool {
         if let Some(block) = self.free.pop() {
             return Some((block, None));
         }
-        let block = self.cache.eviction_candidate()?;
-        self.cache.unpark(block);
-        let evicted = self.block(block).hash.take();
-        if let Some(hash) = evicted {
-            self.cache.forget(hash);
-        }
-        Some((block, evicted))
+        let (block, evicted) = self.cache.evict()?;
+        self.block(block).hash = None;
+        Some((block, Some(evicted)))
     }
 
     /// Counts one more use of a block that somebody uses or that is cached.
