@@ -19,16 +19,12 @@ struct BlockCopyParams {
     long long block_bytes;           // bytes of one block in one cache: kv_heads * block_size * dim * size
 };
 
-namespace {
-
 /// A copy's source (end 0) or destination (end 1) in the cache of this block of the grid.
-__device__ int4* block_of(const BlockCopyParams& params, int end) {
+__device__ __forceinline__ int4* block_of(const BlockCopyParams& params, int end) {
     const int entry = 2 * static_cast<int>(blockIdx.x) + end;
     const unsigned cache = params.locations[entry] * gridDim.y + blockIdx.y;
     return reinterpret_cast<int4*>(params.caches[cache] + params.copies[entry] * params.block_bytes);
 }
-
-}  // namespace
 
 extern "C" __global__ void block_copy(const BlockCopyParams params) {
     const int4* const from = block_of(params, 0);
