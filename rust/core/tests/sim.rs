@@ -596,9 +596,9 @@ fn copies_that_cost_too_much_are_learned_and_not_made_any_more() {
             steps += 1;
             let copies = view.plan.num_host_copies();
             if steps <= 400 {
-                early += copies
+                early += copies;
             } else {
-                late += copies
+                late += copies;
             }
             ControlFlow::Continue(())
         })
