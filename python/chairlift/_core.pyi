@@ -229,6 +229,7 @@ class RecordedRun:
 
 # Simulator
 
+def gpu_8b() -> tuple[dict[str, float], int, int]: ...
 def simulate(
     settings: CoreSettings,
     profile: CostProfile,
