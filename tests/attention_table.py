@@ -215,5 +215,5 @@ PREFILL_CASES = _prefill_chunks()
 """More query tokens than the decode kernel is made for."""
 CASES = _everything() + _borders() + _prefix_hits() + _long_and_short() + _windows() + _rotations()
 FP8_CASES = _fp8_caches()
-"""For the CUDA kernels. From the same cache results have the tolerance of the queries' type, in
-which all numbers of 8 bits are exact."""
+"""From the same cache results have the tolerance of the queries' type, in which all numbers of 8
+bits are exact."""

@@ -16,6 +16,27 @@ from chairlift.engine_args import EngineArgs
 from chairlift.hub import resolve_model
 from chairlift.testing import ScriptedExecutor
 
+TABLES = pytest.StashKey[dict[str, list[str]]]()
+"""Tables that tests leave for the end of the run, by their titles."""
+
+
+@pytest.fixture
+def print_at_end(request):
+    """Return a function of a title and lines, which are printed when all tests are over."""
+
+    def leave(title, lines):
+        request.config.stash.setdefault(TABLES, {})[title] = lines
+
+    return leave
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Print the tables that tests left."""
+    for title, lines in config.stash.get(TABLES, {}).items():
+        terminalreporter.section(title)
+        for line in lines:
+            terminalreporter.write_line(line)
+
 
 @pytest.fixture(params=[1, 2], ids=["1-step", "2-steps"])
 def steps_in_flight(request, monkeypatch):

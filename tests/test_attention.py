@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from attention_cases import Shape, World
-from attention_table import CASES, PREFILL_CASES
+from attention_table import CASES, FP8_CASES, PREFILL_CASES
 from attention_table import TOLERANCES as TABLE_TOLERANCES
 from chairlift import _core
 from chairlift.attention import AttentionError, AttentionParams, get_backend
+from fp8_reference import OnItsCache
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -247,7 +248,8 @@ class TestRefusals:
         [
             ({"qkv": torch.zeros(24, 960)}, r"\(24, 960\).*\[25, 960\]"),
             ({"qkv": torch.zeros(25, 961)}, r"\(25, 961\)"),
-            ({"qkv": torch.zeros(25, 960, dtype=torch.float16)}, "float16"),
+            ({"qkv": torch.zeros(25, 960, dtype=torch.float64)}, "float64"),
+            ({"qkv": torch.zeros(25, 960).half()}, "queries of float16 and caches of float32"),
             ({"qkv": torch.zeros(960, 25).T}, "contiguous"),
             ({"k_cache": torch.zeros(6, 3, 16, 65)}, r"65\)"),
             ({"k_cache": torch.zeros(6, 3, 16, 64, dtype=BF16)}, "both caches"),
@@ -311,9 +313,9 @@ def test_the_kernels_share_torchs_threads():
 
 
 class TestTable:
-    """The table that the CUDA kernels are proven on; the CPU kernel has no fp16."""
+    """The table that the CUDA kernels are proven on."""
 
-    cases = tuple(case for case in CASES + PREFILL_CASES if case.shape.dtype != torch.float16)
+    cases = CASES + PREFILL_CASES
 
     @pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
     def test_kernel_agrees_with_reference(self, case):
@@ -325,6 +327,15 @@ class TestTable:
         for a, b in zip(*((world.k_cache, world.v_cache) for world in worlds), strict=True):
             assert torch.equal(a.isnan(), b.isnan())
             assert_close(a.nan_to_num(), b.nan_to_num(), tolerance, f"{case.name}, cache")
+
+    @pytest.mark.parametrize("case", FP8_CASES, ids=[case.name for case in FP8_CASES])
+    def test_caches_of_8_bits_agree_with_reference(self, case):
+        worlds, backend = (case.world(), case.world()), OnItsCache()
+        found = torch.cat(worlds[0].step(case.work))
+        backend.caches = worlds[0].k_cache, worlds[0].v_cache
+        worlds[1]._implementation = backend
+        expected = torch.cat(worlds[1].step(case.work))
+        assert_close(found, expected, TABLE_TOLERANCES[case.shape.dtype], case.name)
 
     @pytest.mark.parametrize("window", [1, 40, 64, 100, 300])
     def test_rows_with_a_window_do_not_depend_on_chunks_or_threads(self, window):

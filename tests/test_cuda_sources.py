@@ -50,8 +50,8 @@ def compiled():
         return dict(zip(((source.name, arch) for source, arch in work), results, strict=True))
 
 
-def test_every_instantiation_compiles(compiled, capsys):
-    """And the table of what each takes is printed, with ``-s`` or on failure."""
+def test_every_instantiation_compiles(compiled, print_at_end):
+    """And the table of what each takes is printed at the end of the run."""
     lines = [f"{'kernel':44}" + "".join(f"{arch:>28}" for arch in ARCHITECTURES)]
     for source in SOURCES.values():
         for expression in source.instantiations:
@@ -64,7 +64,7 @@ def test_every_instantiation_compiles(compiled, capsys):
                     f"{usage.registers} regs {usage.spilled_bytes} spilled {usage.shared_bytes} B"
                 )
             lines.append(f"{expression:44}" + "".join(f"{cell:>28}" for cell in cells))
-    print("\n".join(lines))
+    print_at_end("What each CUDA kernel takes", lines)
     assert len(lines) > 50
 
 

@@ -157,7 +157,7 @@ def test_waiting_ends_in_time(start):
     engine = start()
     begin = time.monotonic()
     assert engine.client.wait(0.25) is None
-    assert 0.2 < time.monotonic() - begin < 20
+    assert 0.2 < time.monotonic() - begin < 120
     assert engine.client.wait(0.0) is None
 
 
@@ -343,9 +343,11 @@ def test_nothing_spins_when_idle(start):
     engine = start()
     until_ended(engine, submit(engine, "a"))
     time.sleep(0.1)
-    cpu, steps = time.process_time(), engine.client.metrics()["iterations"]
+    steps = engine.client.metrics()["iterations"]
+    begin, cpu = time.monotonic(), time.process_time()
     time.sleep(1.0)
-    assert time.process_time() - cpu < 0.5, "of one second"
+    # A thread that spins takes all of the time, one that waits next to nothing.
+    assert time.process_time() - cpu < 0.8 * (time.monotonic() - begin)
     assert engine.client.metrics()["iterations"] == steps
 
 

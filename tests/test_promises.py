@@ -159,7 +159,7 @@ def test_a_queue_time_is_over_in_the_middle_of_a_step(held):
     doomed = submit(engine, "doomed")
     other = submit(engine, "other", request_class="b")
     reasons, deltas = ends(engine, doomed)
-    assert 0.09 < time.monotonic() - begin < 5
+    assert 0.09 < time.monotonic() - begin < 120
     assert reasons == {doomed: "queue_timeout"}
     assert [delta.error for delta in deltas] == [
         "the request has waited for as long as its class may wait; retry later"
@@ -176,9 +176,10 @@ def test_a_promise_that_cannot_be_kept_yet_does_not_keep_the_thread_busy(held):
     )
     promoted = submit(engine, "promoted")
     time.sleep(0.1)
-    cpu = time.process_time()
+    begin, cpu = time.monotonic(), time.process_time()
     time.sleep(0.5)
-    assert time.process_time() - cpu < 0.25
+    # A thread that spins takes all of the time, one that waits next to nothing.
+    assert time.process_time() - cpu < 0.8 * (time.monotonic() - begin)
     executor.release()
     assert ends(engine, promoted)[0][promoted] == "length"
 

@@ -229,6 +229,7 @@ class RecordedRun:
 
 # Simulator
 
+def gpu_8b() -> tuple[dict[str, float], int, int]: ...
 def simulate(
     settings: CoreSettings,
     profile: CostProfile,
@@ -273,11 +274,12 @@ class AttentionLayer:
         head_dim: int,
         scale: float,
         rope: tuple[int, int, int, int] | None,
-        q_norm: tuple[int, bool] | None,
-        k_norm: tuple[int, bool] | None,
+        q_norm: tuple[int, str] | None,
+        k_norm: tuple[int, str] | None,
         norm_eps: float,
         window: int,
         soft_cap: float,
+        scales: tuple[float, float],
     ) -> AttentionLayer: ...
 
 @final
@@ -315,8 +317,7 @@ def attention_forward(
     batch: AttentionBatch,
     layer: AttentionLayer,
     tensors: tuple[int, int, int, int],
-    is_bf16: bool,
-    cache_is_bf16: bool,
+    dtypes: tuple[str, str],
     num_blocks: int,
     block_size: int,
     threads: int,

@@ -63,13 +63,13 @@ class CostProfile:
     """Standard deviation of the logarithm of the noise."""
 
 
-GPU_8B = CostProfile(
-    t0_s=0.6e-3, t_seq_s=4e-6, t_w_s=5.4e-3, t_tok_s=32e-6, t_ctx_s=0.0437e-6, t_pair_s=1.31e-9
-)
-"""Llama-3.1-8B in bf16 on one GPU of the H100's class, analytic: 3.0 TB/s and 500 TFLOP/s."""
-GPU_8B_BLOCKS = 28_600
+_costs, _blocks, _small_blocks = _core.gpu_8b()
+GPU_8B = CostProfile(**_costs)
+"""Llama-3.1-8B in bf16 on one GPU of the H100's class, analytic: 3.0 TB/s and 500 TFLOP/s. The
+numbers are the core's (``rust/core/src/sim/profile.rs``)."""
+GPU_8B_BLOCKS = _blocks
 """KV blocks of 16 tokens that go with it: 60 GB at 131,072 bytes a token."""
-GPU_8B_SMALL_BLOCKS = 4_000
+GPU_8B_SMALL_BLOCKS = _small_blocks
 """The same with a small pool."""
 
 

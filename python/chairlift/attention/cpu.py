@@ -10,7 +10,6 @@ import torch
 
 from chairlift import _core
 from chairlift.attention.interface import (
-    MODEL_DTYPES,
     AttentionError,
     AttentionMetadata,
     AttentionParams,
@@ -21,6 +20,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from chairlift.executor import StepPlan
+
+
+_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+}
+"""Types that the kernel knows. The last two are there to agree with the CUDA kernels: float16 over
+caches of its own or of 8 bits, bfloat16 over those of 8 bits. No model is run in them on a CPU."""
+_KNOWN = ", ".join(_NAMES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +94,7 @@ class CpuBackend:
                 metadata.batch,
                 layer,
                 (qkv.data_ptr(), out.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
-                qkv.dtype == torch.bfloat16,
-                k_cache.dtype == torch.bfloat16,
+                (_NAMES[qkv.dtype], _NAMES[k_cache.dtype]),
                 k_cache.shape[0],
                 k_cache.shape[2],
                 metadata.threads,
@@ -102,15 +111,13 @@ def _make_layer(params: AttentionParams) -> _core.AttentionLayer:
         cos, sin = params.cos_sin
         _check_on_cpu("the rotary tables", cos, sin)
         rope = (cos.data_ptr(), sin.data_ptr(), cos.shape[0], cos.shape[1])
-    norms: list[tuple[int, bool] | None] = []
+    norms: list[tuple[int, str] | None] = []
     for weight in (params.q_norm, params.k_norm):
         if weight is None:
             norms.append(None)
         else:
             _check_on_cpu("a norm weight", weight)
-            if weight.dtype not in MODEL_DTYPES:
-                raise AttentionError(f"a norm weight is {weight.dtype}, not float32 or bfloat16")
-            norms.append((weight.data_ptr(), weight.dtype == torch.bfloat16))
+            norms.append((weight.data_ptr(), _NAMES[weight.dtype]))
     return _core.AttentionLayer(
         params.num_heads,
         params.num_kv_heads,
@@ -122,6 +129,7 @@ def _make_layer(params: AttentionParams) -> _core.AttentionLayer:
         params.norm_eps,
         params.window,
         params.soft_cap,
+        (params.k_scale, params.v_scale),
     )
 
 
@@ -138,16 +146,16 @@ def _check(
 ) -> None:
     """Raise :class:`AttentionError` unless the tensors are what the kernel assumes."""
     _check_on_cpu("attention", qkv, k_cache, v_cache)
-    if qkv.dtype not in MODEL_DTYPES or not qkv.is_contiguous():
-        raise AttentionError(f"qkv must be contiguous float32 or bfloat16, not {qkv.dtype}")
+    if qkv.dtype not in _NAMES or not qkv.is_contiguous():
+        raise AttentionError(f"qkv must be contiguous, of {_KNOWN}, not {qkv.dtype}")
     if qkv.shape != (num_tokens, params.qkv_width):
         raise AttentionError(
             f"qkv has shape {tuple(qkv.shape)}; this step and layer need "
             f"[{num_tokens}, {params.qkv_width}]"
         )
-    if k_cache.dtype not in MODEL_DTYPES or v_cache.dtype != k_cache.dtype:
+    if k_cache.dtype not in _NAMES or v_cache.dtype != k_cache.dtype:
         raise AttentionError(
-            f"both caches must be float32 or both bfloat16, not {k_cache.dtype} and {v_cache.dtype}"
+            f"both caches must be of one of {_KNOWN}, not {k_cache.dtype} and {v_cache.dtype}"
         )
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise AttentionError("the caches must be contiguous")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from chairlift.executor import Int32Array, Int64Array, StepPlan
 
 MODEL_DTYPES = (torch.float32, torch.bfloat16)
-"""Types that activations, norm weights and caches may have on the CPU."""
+"""Types that a model is run in on the CPU: its activations, norm weights and caches."""
 
 
 class AttentionError(ChairliftError, ValueError):

@@ -10,10 +10,11 @@ use std::num::NonZeroUsize;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use half::bf16;
+use half::{bf16, f16};
 use pulp::{Simd, WithSimd};
 
 use crate::batch::{AttentionBatch, AttentionError};
+use crate::e4m3::E4m3;
 use crate::element::{Dtype, Element};
 use crate::parallel;
 use crate::prologue::write_token;
@@ -51,6 +52,10 @@ pub struct Layer {
     pub window: Option<NonZeroUsize>,
     /// Scores become `cap * tanh(score / cap)`; none: they stay.
     pub soft_cap: Option<f32>,
+    /// Keys are divided by it in caches of 8 bits, which alone have scales.
+    pub k_scale: f32,
+    /// Values are.
+    pub v_scale: f32,
 }
 
 // SAFETY: the pointers are only read, and only under the contract of `forward`.
@@ -71,7 +76,7 @@ pub struct RopeTables {
     pub half: usize,
 }
 
-/// A contiguous vector of either type.
+/// A contiguous vector.
 #[derive(Clone, Copy, Debug)]
 pub struct Vector {
     /// First element.
@@ -127,6 +132,14 @@ pub unsafe fn forward(
         (Dtype::F32, Dtype::Bf16) => call.run::<f32, bf16>(),
         (Dtype::Bf16, Dtype::F32) => call.run::<bf16, f32>(),
         (Dtype::Bf16, Dtype::Bf16) => call.run::<bf16, bf16>(),
+        (Dtype::Bf16, Dtype::E4m3) => call.run::<bf16, E4m3>(),
+        (Dtype::F16, Dtype::F16) => call.run::<f16, f16>(),
+        (Dtype::F16, Dtype::E4m3) => call.run::<f16, E4m3>(),
+        (dtype, cache_dtype) => {
+            return Err(AttentionError::Call(format!(
+                "no kernel for queries of {dtype} and caches of {cache_dtype}"
+            )));
+        }
     }
     Ok(())
 }
@@ -243,16 +256,10 @@ impl LayerCall<'_> {
 }
 
 fn widen(weight: Vector, dim: usize) -> Vec<f32> {
+    let mut wide = Vec::with_capacity(dim);
     // SAFETY: `forward`'s caller vouches for `dim` elements of this type.
-    unsafe {
-        match weight.dtype {
-            Dtype::F32 => std::slice::from_raw_parts(weight.data.cast::<f32>(), dim).to_vec(),
-            Dtype::Bf16 => std::slice::from_raw_parts(weight.data.cast::<bf16>(), dim)
-                .iter()
-                .map(|x| x.to_f32())
-                .collect(),
-        }
-    }
+    unsafe { weight.dtype.widen(weight.data, dim, &mut wide) };
+    wide
 }
 
 /// One call with its types known. `E`: activations, `C`: caches.
@@ -289,6 +296,15 @@ impl<E: Element, C: Element> Call<'_, E, C> {
     pub(crate) fn cache_offset(&self, block: usize, kv_head: usize, offset: usize) -> usize {
         let layer = self.layer;
         ((block * layer.num_kv_heads + kv_head) * self.block_size + offset) * layer.head_dim
+    }
+
+    /// What keys and values are divided by in the caches.
+    #[inline(always)]
+    pub(crate) fn cache_scales(&self) -> (f32, f32) {
+        match C::DTYPE {
+            Dtype::E4m3 => (self.layer.k_scale, self.layer.v_scale),
+            Dtype::F32 | Dtype::Bf16 | Dtype::F16 => (1.0, 1.0),
+        }
     }
 }
 

@@ -1,12 +1,16 @@
-//! The two element types of activations and caches, float32 and bfloat16.
+//! The element types of activations and caches.
 //!
 //! All arithmetic is float32; an [`Element`] only says how vectors of it are loaded and stored.
 //! bfloat16 is the upper half of a float32, so widening is a shift and narrowing rounds to the nearest
-//! even, exactly as `PyTorch` does it.
+//! even, exactly as `PyTorch` does it. float16 and e4m3 are for agreement with the CUDA kernels: no
+//! model runs in them on a CPU, so they go one value at a time.
 
-use half::bf16;
+use std::fmt;
+
+use half::{bf16, f16};
 use pulp::Simd;
 
+use crate::e4m3::E4m3;
 use crate::simd;
 
 /// Element type of a tensor, as the caller names it at run time.
@@ -16,6 +20,10 @@ pub enum Dtype {
     F32,
     /// bfloat16.
     Bf16,
+    /// IEEE half precision.
+    F16,
+    /// Eight bits, [`E4m3`]; for caches alone.
+    E4m3,
 }
 
 impl Dtype {
@@ -23,9 +31,50 @@ impl Dtype {
     pub const fn size(self) -> usize {
         match self {
             Self::F32 => 4,
-            Self::Bf16 => 2,
+            Self::Bf16 | Self::F16 => 2,
+            Self::E4m3 => 1,
         }
     }
+
+    /// `PyTorch`'s name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::Bf16 => "bfloat16",
+            Self::F16 => "float16",
+            Self::E4m3 => "float8_e4m3fn",
+        }
+    }
+
+    /// Appends `count` elements at `data` to `wide`.
+    ///
+    /// # Safety
+    /// `data` points to that many readable elements of this type, aligned.
+    pub unsafe fn widen(self, data: *const u8, count: usize, wide: &mut Vec<f32>) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                Self::F32 => widen_all::<f32>(data.cast(), count, wide),
+                Self::Bf16 => widen_all::<bf16>(data.cast(), count, wide),
+                Self::F16 => widen_all::<f16>(data.cast(), count, wide),
+                Self::E4m3 => widen_all::<E4m3>(data.cast(), count, wide),
+            }
+        }
+    }
+}
+
+impl fmt::Display for Dtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// # Safety
+/// `data` points to `count` readable elements, aligned.
+unsafe fn widen_all<T: Element>(data: *const T, count: usize, wide: &mut Vec<f32>) {
+    // SAFETY: the caller's promise.
+    let elements = unsafe { std::slice::from_raw_parts(data, count) };
+    wide.extend(elements.iter().map(|x| x.to_f32()));
 }
 
 /// A type that tensors may have.
@@ -102,4 +151,68 @@ impl Element for bf16 {
         // SAFETY: the caller vouches for the lanes.
         unsafe { simd::narrow_bf16(simd, ptr.cast(), values) }
     }
+}
+
+/// The methods of an [`Element`] that has no instructions of its own: one value at a time.
+macro_rules! by_values {
+    () => {
+        #[inline(always)]
+        unsafe fn load<S: Simd>(simd: S, ptr: *const Self) -> S::f32s {
+            let mut wide = simd.splat_f32s(0.0);
+            let lanes = (&raw mut wide).cast::<f32>();
+            for lane in 0..S::F32_LANES {
+                // SAFETY: the vector has that many lanes; the caller vouches for `ptr`.
+                unsafe {
+                    lanes
+                        .add(lane)
+                        .write(ptr.add(lane).read_unaligned().to_f32());
+                };
+            }
+            wide
+        }
+
+        #[inline(always)]
+        unsafe fn store<S: Simd>(_: S, ptr: *mut Self, values: S::f32s) {
+            let lanes = (&raw const values).cast::<f32>();
+            for lane in 0..S::F32_LANES {
+                // SAFETY: as for `load`.
+                unsafe {
+                    ptr.add(lane)
+                        .write_unaligned(Self::from_f32(lanes.add(lane).read()));
+                };
+            }
+        }
+    };
+}
+
+impl Element for f16 {
+    const DTYPE: Dtype = Dtype::F16;
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f16::to_f32(self)
+    }
+
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        f16::from_f32(value)
+    }
+
+    by_values!();
+}
+
+impl Element for E4m3 {
+    const DTYPE: Dtype = Dtype::E4m3;
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        E4m3::to_f32(self)
+    }
+
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        E4m3::from_f32(value)
+    }
+
+    by_values!();
 }

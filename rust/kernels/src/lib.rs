@@ -10,7 +10,7 @@
 //!
 //! [`ops`] holds the small fused operations, [`sampling`] everything after the logits. [`simd`],
 //! [`transpose`] and [`element`] are the ground they stand on: vectors of any width, chosen at run
-//! time, and the two element types.
+//! time, and the element types ([`e4m3`] is one of ours).
 //!
 //! One invariant rules all of it: a result depends only on its own row. Tiles, threads, neighbours
 //! and the boundaries of prefill chunks choose when a row is computed, never in which order its sums
@@ -31,6 +31,7 @@
 
 pub mod attention;
 pub mod batch;
+pub mod e4m3;
 pub mod element;
 pub mod ops;
 pub mod parallel;

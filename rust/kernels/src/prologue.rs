@@ -90,6 +90,7 @@ pub(crate) fn write_token<S: Simd, E: Element, C: Element>(
             .rope
             .map(|tables| (tables, call.batch.position(token))),
     };
+    let (k_scale, v_scale) = call.cache_scales();
     let key = scratch.head(layer.head_dim);
     for kv_head in 0..layer.num_kv_heads {
         let at = call.cache_offset(block, kv_head, offset);
@@ -99,13 +100,13 @@ pub(crate) fn write_token<S: Simd, E: Element, C: Element>(
             transform.apply(simd, call.head(token, layer.num_heads + kv_head), key);
             let k_target = call.k_cache.add(at);
             for (i, &x) in key.iter().enumerate() {
-                k_target.add(i).write_unaligned(C::from_f32(x));
+                k_target.add(i).write_unaligned(C::from_f32(x / k_scale));
             }
             let value = call.head(token, layer.num_heads + layer.num_kv_heads + kv_head);
             let v_target = call.v_cache.add(at);
             for i in 0..layer.head_dim {
                 let x = value.add(i).read_unaligned().to_f32();
-                v_target.add(i).write_unaligned(C::from_f32(x));
+                v_target.add(i).write_unaligned(C::from_f32(x / v_scale));
             }
         }
     }

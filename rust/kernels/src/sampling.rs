@@ -20,8 +20,6 @@ pub mod select;
 use std::cell::RefCell;
 use std::sync::OnceLock;
 
-use half::bf16;
-
 use crate::element::Dtype;
 use crate::parallel;
 use choose::{choose_greedily, choose_randomly, log_total, peak};
@@ -206,12 +204,11 @@ impl Sampler {
                     let raw = std::slice::from_raw_parts(raw, self.vocab_size);
                     Memory::with(|memory| self.sample_raw(raw, sample, margins, memory))
                 }
-                Dtype::Bf16 => {
-                    let raw = logits.data.cast::<bf16>().add(at);
-                    let raw = std::slice::from_raw_parts(raw, self.vocab_size);
+                dtype => {
+                    let raw = logits.data.add(at * dtype.size());
                     let mut wide = Memory::with(|memory| std::mem::take(&mut memory.widened));
                     wide.clear();
-                    wide.extend(raw.iter().map(|x| x.to_f32()));
+                    dtype.widen(raw, self.vocab_size, &mut wide);
                     Memory::with(|memory| {
                         let sampled = self.sample_raw(&wide, sample, margins, memory);
                         memory.widened = wide;

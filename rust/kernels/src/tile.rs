@@ -185,7 +185,7 @@ fn load_queries<S: Simd, E: Element, C: Element>(
     let layer = call.layer;
     let (first_token, _) = call.batch.queries(item.sequence as usize);
     // Scores are taken to base two.
-    let scale = layer.scale * std::f32::consts::LOG2_E;
+    let scale = layer.scale * std::f32::consts::LOG2_E * call.cache_scales().0;
     for (row, head) in area.chunks_exact_mut(layer.head_dim).enumerate() {
         let (query, member) = (row / call.group, row % call.group);
         if query >= item.num_queries() {
@@ -305,12 +305,13 @@ fn write_output<S: Simd, E: Element, C: Element>(
 ) {
     let layer = call.layer;
     let (dim, width) = (layer.head_dim, padded(layer.head_dim));
+    let (_, v_scale) = call.cache_scales();
     let (first_token, _) = call.batch.queries(item.sequence as usize);
     for (row, total) in totals.chunks_exact(state_stride(dim)).enumerate() {
         let token = first_token + item.query_begin as usize + row / call.group;
         let head = item.kv_head as usize * call.group + row % call.group;
         let (sums, _) = S::as_simd_f32s(&total[width..width + S::F32_LANES]);
-        let factor = 1.0 / simd.reduce_sum_f32s(sums[0]);
+        let factor = v_scale / simd.reduce_sum_f32s(sums[0]);
         let whole = dim - dim % S::F32_LANES;
         // SAFETY: the token and the head are within the output, and this row is this item's alone.
         unsafe {

@@ -23,7 +23,7 @@ pub unsafe fn pack_columns<S: Simd, C: Element>(
     packed: *mut f32,
 ) {
     #[cfg(target_arch = "x86_64")]
-    {
+    if matches!(C::DTYPE, Dtype::F32 | Dtype::Bf16) {
         if crate::simd::as_v4(simd).is_some() {
             for (chunk, rows) in rows.chunks_exact(16).enumerate() {
                 // SAFETY: `as_v4` proves AVX-512; the rest is the caller's promise.
@@ -113,6 +113,7 @@ mod wide {
                         _mm512_storeu_ps(target.add(2 * d * TILE), low);
                         _mm512_storeu_ps(target.add((2 * d + 1) * TILE), high);
                     }
+                    Dtype::F16 | Dtype::E4m3 => unreachable!("they take the portable path"),
                 }
             }
         }
@@ -240,6 +241,7 @@ mod narrow {
                         _mm256_storeu_ps(target.add(2 * d * TILE), low);
                         _mm256_storeu_ps(target.add((2 * d + 1) * TILE), high);
                     }
+                    Dtype::F16 | Dtype::E4m3 => unreachable!("they take the portable path"),
                 }
             }
         }

@@ -72,8 +72,8 @@ pub struct AttentionLayer(Layer);
 
 #[pymethods]
 impl AttentionLayer {
-    /// `rope` is (cos, sin, `max_position`, `rotary_dim` / 2); a norm is (address, is bfloat16); a
-    /// `window` or `soft_cap` of 0 is none.
+    /// `rope` is (cos, sin, `max_position`, `rotary_dim` / 2); a norm is (address, dtype); a
+    /// `window` or `soft_cap` of 0 is none; `scales` are those of keys and values in a cache of 8 bits.
     #[new]
     #[allow(clippy::too_many_arguments)] // one flat call from Python
     fn new(
@@ -82,17 +82,23 @@ impl AttentionLayer {
         head_dim: usize,
         scale: f32,
         rope: Option<(usize, usize, usize, usize)>,
-        q_norm: Option<(usize, bool)>,
-        k_norm: Option<(usize, bool)>,
+        q_norm: Option<(usize, &str)>,
+        k_norm: Option<(usize, &str)>,
         norm_eps: f32,
         window: usize,
         soft_cap: f32,
-    ) -> Self {
-        let vector = |(address, is_bf16): (usize, bool)| Vector {
-            data: address as *const u8,
-            dtype: dtype(is_bf16),
+        scales: (f32, f32),
+    ) -> PyResult<Self> {
+        let vector = |norm: Option<(usize, &str)>| {
+            norm.map(|(address, name)| {
+                Ok::<_, PyErr>(Vector {
+                    data: address as *const u8,
+                    dtype: dtype(name)?,
+                })
+            })
+            .transpose()
         };
-        Self(Layer {
+        Ok(Self(Layer {
             num_heads,
             num_kv_heads,
             head_dim,
@@ -103,18 +109,21 @@ impl AttentionLayer {
                 max_position,
                 half,
             }),
-            q_norm: q_norm.map(vector),
-            k_norm: k_norm.map(vector),
+            q_norm: vector(q_norm)?,
+            k_norm: vector(k_norm)?,
             norm_eps,
             window: NonZeroUsize::new(window),
             soft_cap: (soft_cap > 0.0).then_some(soft_cap),
-        })
+            k_scale: scales.0,
+            v_scale: scales.1,
+        }))
     }
 }
 
 /// Runs one layer's attention; see `chairlift_kernels::attention::forward`.
 ///
-/// `tensors` holds the addresses of qkv, out, `k_cache` and `v_cache`.
+/// `tensors` holds the addresses of qkv, out, `k_cache` and `v_cache`, `dtypes` the names of the types
+/// of the first two and of the caches.
 #[pyfunction]
 #[allow(clippy::too_many_arguments)] // one flat call from Python
 pub fn attention_forward(
@@ -122,21 +131,21 @@ pub fn attention_forward(
     batch: &AttentionBatch,
     layer: &AttentionLayer,
     tensors: (usize, usize, usize, usize),
-    is_bf16: bool,
-    cache_is_bf16: bool,
+    dtypes: (&str, &str),
     num_blocks: usize,
     block_size: usize,
     threads: usize,
 ) -> PyResult<()> {
     let (batch, layer) = (&batch.0, &layer.0);
+    let (activations, caches) = (dtype(dtypes.0)?, dtype(dtypes.1)?);
     py.detach(|| {
         let tensors = Tensors {
             qkv: tensors.0 as *const u8,
             out: tensors.1 as *mut u8,
-            dtype: dtype(is_bf16),
+            dtype: activations,
             k_cache: tensors.2 as *mut u8,
             v_cache: tensors.3 as *mut u8,
-            cache_dtype: dtype(cache_is_bf16),
+            cache_dtype: caches,
             num_blocks,
             block_size,
         };
@@ -252,8 +261,11 @@ pub fn kernel_pool() -> &'static str {
     parallel::pool_name()
 }
 
-fn dtype(is_bf16: bool) -> Dtype {
-    if is_bf16 { Dtype::Bf16 } else { Dtype::F32 }
+fn dtype(name: &str) -> PyResult<Dtype> {
+    [Dtype::F32, Dtype::Bf16, Dtype::F16, Dtype::E4m3]
+        .into_iter()
+        .find(|dtype| dtype.name() == name)
+        .ok_or_else(|| PyValueError::new_err(format!("unknown element type {name}")))
 }
 
 fn value_error(error: impl ToString) -> PyErr {

@@ -64,5 +64,5 @@ mod _core {
     #[pymodule_export]
     use crate::sampler::Sampler;
     #[pymodule_export]
-    use crate::simulate::{capacity, simulate};
+    use crate::simulate::{capacity, gpu_8b, simulate};
 }

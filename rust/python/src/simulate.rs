@@ -26,9 +26,9 @@ const REPORT_EVERY: Duration = Duration::from_millis(100);
 /// Iterations between two looks at the clock.
 const LOOK_EVERY: u64 = 64;
 
-/// The attributes of `chairlift.simulation.CostProfile`.
-#[derive(FromPyObject)]
-struct ProfileView {
+/// The attributes of `chairlift.simulation.CostProfile`; as a dict on the way there.
+#[derive(FromPyObject, IntoPyObject)]
+pub struct ProfileView {
     t0_s: f64,
     t_seq_s: f64,
     t_w_s: f64,
@@ -38,6 +38,38 @@ struct ProfileView {
     t_sample_s: f64,
     t_copy_s: f64,
     noise_sigma: f64,
+}
+
+impl From<ProfileView> for CostProfile {
+    fn from(profile: ProfileView) -> Self {
+        Self {
+            t0_s: profile.t0_s,
+            t_seq_s: profile.t_seq_s,
+            t_w_s: profile.t_w_s,
+            t_tok_s: profile.t_tok_s,
+            t_ctx_s: profile.t_ctx_s,
+            t_pair_s: profile.t_pair_s,
+            t_sample_s: profile.t_sample_s,
+            t_copy_s: profile.t_copy_s,
+            noise_sigma: profile.noise_sigma,
+        }
+    }
+}
+
+impl From<CostProfile> for ProfileView {
+    fn from(profile: CostProfile) -> Self {
+        Self {
+            t0_s: profile.t0_s,
+            t_seq_s: profile.t_seq_s,
+            t_w_s: profile.t_w_s,
+            t_tok_s: profile.t_tok_s,
+            t_ctx_s: profile.t_ctx_s,
+            t_pair_s: profile.t_pair_s,
+            t_sample_s: profile.t_sample_s,
+            t_copy_s: profile.t_copy_s,
+            noise_sigma: profile.noise_sigma,
+        }
+    }
 }
 
 /// The attributes of `chairlift.simulation.Options`.
@@ -208,26 +240,27 @@ fn read_config(
     profile: &Bound<'_, PyAny>,
     options: &OptionsView,
 ) -> PyResult<SimConfig> {
-    let profile: ProfileView = profile.extract()?;
     Ok(SimConfig {
         settings: read_settings(settings)?,
-        profile: CostProfile {
-            t0_s: profile.t0_s,
-            t_seq_s: profile.t_seq_s,
-            t_w_s: profile.t_w_s,
-            t_tok_s: profile.t_tok_s,
-            t_ctx_s: profile.t_ctx_s,
-            t_pair_s: profile.t_pair_s,
-            t_sample_s: profile.t_sample_s,
-            t_copy_s: profile.t_copy_s,
-            noise_sigma: profile.noise_sigma,
-        },
+        profile: profile.extract::<ProfileView>()?.into(),
         seed: options.seed,
         max_tokens: options.max_tokens,
         retry: options.retry,
         keep_gaps: options.keep_gaps,
         service_interval: options.service_interval,
     })
+}
+
+/// The core's profile of a GPU that serves a model of 8B, and the KV blocks of the pool that goes with
+/// it and of a small one.
+#[pyfunction]
+pub fn gpu_8b() -> (ProfileView, u32, u32) {
+    let profile = CostProfile::GPU_8B.into();
+    (
+        profile,
+        CostProfile::GPU_8B_BLOCKS,
+        CostProfile::GPU_8B_SMALL_BLOCKS,
+    )
 }
 
 /// Compares what the policy prices.
