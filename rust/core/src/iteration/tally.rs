@@ -19,7 +19,10 @@ pub(crate) struct Payer {
 /// What was not counted yet; its memory is kept from step to step.
 #[derive(Default)]
 pub(crate) struct Tally {
+    /// Runs that others came after.
     runs: Vec<Run>,
+    /// The run that the next may belong to.
+    open: Option<Run>,
 }
 
 /// Neighbours in a step that have payer and gap in common.
@@ -38,7 +41,7 @@ impl Tally {
     #[inline]
     pub(crate) fn add(&mut self, payer: Payer, device_ns: u64, outputs: u64, gap_us: Option<u64>) {
         let (gap_us, gaps) = gap_us.map_or((0, 0), |gap_us| (gap_us, 1));
-        if let Some(run) = self.runs.last_mut()
+        if let Some(run) = &mut self.open
             && run.payer == payer
             && (gaps == 0 || run.gaps == 0 || run.gap_us == gap_us)
         {
@@ -48,19 +51,20 @@ impl Tally {
             run.outputs += outputs;
             return;
         }
-        self.runs.push(Run {
+        let next = Run {
             payer,
             gap_us,
             gaps,
             device_ns,
             outputs,
-        });
+        };
+        self.runs.extend(self.open.replace(next));
     }
 
     /// Counts what was noted.
     pub(crate) fn settle(&mut self, ledger: &mut Ledger) {
         let mut known = (0, bucket(&ITERATION_BOUNDS_US, 0));
-        for run in self.runs.drain(..) {
+        for run in self.runs.drain(..).chain(self.open.take()) {
             ledger.counters.output_tokens += run.outputs;
             if run.gap_us != known.0 {
                 known = (run.gap_us, bucket(&ITERATION_BOUNDS_US, run.gap_us));
