@@ -44,6 +44,8 @@ from chairlift.server.readings import (
 
 FIGURES = ("mean", "std", "p50", "p95", "p99")
 """Of the time of iterations of late."""
+PREDICTION_QUANTILES = ("p50", "p95")
+"""Of measured over predicted time."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "chairlift:"
 
@@ -327,6 +329,15 @@ METRICS: tuple[Metric, ...] = (
         "Mean absolute error of predicted iteration time of late, relative to the measured time.",
         (),
         of_engine(lambda of: of["pace"]["prediction_error"]),
+    ),
+    Metric(
+        "iteration_prediction_ratio",
+        "gauge",
+        "Measured over predicted iteration time of late, at quantiles: p50, p95.",
+        ("quantile",),
+        of_engine_by(
+            lambda of: {name: of["pace"][f"{name}_ratio"] for name in PREDICTION_QUANTILES}
+        ),
     ),
     Metric(
         "iteration_gap_seconds",

@@ -359,7 +359,7 @@ impl Engine {
 
     /// What iterations took of late, and how well that was predicted.
     pub fn pace_metrics(&self) -> PaceMetrics {
-        self.ledger.pace.metrics()
+        self.ledger.pace.metrics(&self.lane.costs)
     }
 
     /// What iterations cost, as far as it was learned.

@@ -2,6 +2,7 @@
 //! predicted.
 
 use crate::metrics::{RecentMoments, RecentQuantiles};
+use crate::predict::iteration_time::CostModel;
 
 /// Power of two of the shortest time, in microseconds, that is told apart.
 const LOWEST_US: i32 = 3;
@@ -53,6 +54,10 @@ pub struct PaceMetrics {
     pub explained_share: f64,
     /// Mean absolute error of its predictions, relative to the measured time.
     pub prediction_error: f64,
+    /// Median of measured over predicted time.
+    pub p50_ratio: f64,
+    /// 95th percentile of measured over predicted time: how far the unlucky are behind.
+    pub p95_ratio: f64,
     /// Mean time from the results of an iteration to the decision on the next, while somebody ran, in
     /// microseconds.
     pub gap_us: f64,
@@ -102,8 +107,8 @@ impl PaceBook {
         self.padded_rows += beat.padded;
     }
 
-    /// What was counted.
-    pub(crate) fn metrics(&self) -> PaceMetrics {
+    /// What was counted, and how far the cost model was off.
+    pub(crate) fn metrics(&self, costs: &CostModel) -> PaceMetrics {
         let quantile = |q| self.times.quantile(q).unwrap_or(0.0);
         let share = |part: f64, whole: f64| if whole > 0.0 { part / whole } else { 0.0 };
         let explained = self.predicted.variance() - self.residual.variance();
@@ -115,6 +120,8 @@ impl PaceBook {
             p99_us: quantile(0.99),
             explained_share: share(explained, self.predicted.variance()),
             prediction_error: self.error.mean(),
+            p50_ratio: costs.ratio(0.5).unwrap_or(0.0),
+            p95_ratio: costs.ratio(0.95).unwrap_or(0.0),
             gap_us: self.gap.mean(),
             idle_us: self.idle_us,
             padded_share: share(self.padded.mean(), self.rows.mean()),
@@ -130,7 +137,8 @@ mod tests {
     #[test]
     fn half_of_the_variance_is_explained_by_a_prediction_that_sees_half_of_it() {
         let mut book = PaceBook::default();
-        assert_eq!(book.metrics(), PaceMetrics::default());
+        let costs = CostModel::default();
+        assert_eq!(book.metrics(&costs), PaceMetrics::default());
         for at in 0..4_000_u64 {
             // Two independent coins of equal weight; the prediction knows the first.
             let (seen, unseen) = (at % 2 * 1_000, at / 2 % 2 * 1_000);
@@ -142,7 +150,7 @@ mod tests {
                 padded: at % 2 * 2,
             });
         }
-        let metrics = book.metrics();
+        let metrics = book.metrics(&costs);
         assert!((metrics.explained_share - 0.5).abs() < 0.01, "{metrics:?}");
         assert!((metrics.prediction_error - 500.0 / 11_000.0).abs() < 0.001);
         assert!((metrics.mean_us - 11_000.0).abs() < 1.0);

@@ -131,10 +131,10 @@ impl CostModel {
         self.is_known().then(|| self.fit.coefficients().time(shape))
     }
 
-    /// Microseconds that such an iteration does not exceed with probability `q`.
-    pub fn quantile(&self, shape: &StepShape, q: f64) -> Option<f64> {
-        let predicted = self.predict(shape)?;
-        Some(predicted * self.ratios.quantile(q).unwrap_or(1.0))
+    /// What a share of `q` of the iterations of late did not exceed, over what was predicted of each;
+    /// `None` before the first prediction.
+    pub fn ratio(&self, q: f64) -> Option<f64> {
+        self.ratios.quantile(q)
     }
 
     /// What it has learned; `None` while too little is known.
