@@ -1,10 +1,10 @@
 //! Commit: applies the results of a step.
 //!
 //! For each sequence of the step, in the order of its plan: count its tokens as computed, make full
-//! blocks findable, tell what was scored of the prompt, append what was sampled, add to its text, and see whether it ends. Who ended
-//! leaves at once; memory and rows serve the next iteration. Results that do not fit the step are
-//! refused before anything is changed. What was planned of a sequence before it was known that it had
-//! ended, or sampled several tokens, is dropped: it counts for nobody.
+//! blocks findable, tell what was scored of the prompt, append what was sampled, add to its text, and see
+//! whether it ends. Who ended leaves at once; memory and rows serve the next iteration. Results that do
+//! not fit the step are refused before anything is changed. What was planned of a sequence before it was
+//! known that it had ended, or sampled several tokens, is dropped: it counts for nobody.
 //!
 //! What ends a sequence, where several would: the model's end-of-sequence token, a stop token, a stop
 //! string, the length. The token that ends it is part of its ids and is counted; its text is not
