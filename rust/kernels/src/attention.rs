@@ -19,7 +19,6 @@ use crate::element::{Dtype, Element};
 use crate::parallel;
 use crate::prologue::write_token;
 use crate::scratch::Scratch;
-use crate::simd::dispatch;
 use crate::tile;
 
 use items::{Item, ItemShape, split_sizes, total_cost};
@@ -212,7 +211,7 @@ impl LayerCall<'_> {
             let begin = piece * TOKENS_PER_PIECE;
             let end = (begin + TOKENS_PER_PIECE).min(tokens);
             Scratch::with(|scratch| {
-                dispatch(WriteTokens {
+                C::dispatch(WriteTokens {
                     call: &call,
                     begin,
                     end,
@@ -243,7 +242,7 @@ impl LayerCall<'_> {
             parallel::for_each(threads, items.len(), &|i| {
                 let (call, item, merge) = (&call, items[i], &merge);
                 Scratch::with(|scratch| {
-                    dispatch(RunItem {
+                    C::dispatch(RunItem {
                         call,
                         item,
                         merge,

@@ -3,12 +3,13 @@
 //! All arithmetic is float32; an [`Element`] only says how vectors of it are loaded and stored.
 //! bfloat16 is the upper half of a float32, so widening is a shift and narrowing rounds to the nearest
 //! even, exactly as `PyTorch` does it. float16 and e4m3 are for agreement with the CUDA kernels: no
-//! model runs in them on a CPU, so they go one value at a time.
+//! model runs in them on a CPU, so caches of them are worked on one value at a time, by code that is
+//! compiled once and not for each instruction set.
 
 use std::fmt;
 
 use half::{bf16, f16};
-use pulp::Simd;
+use pulp::{Simd, WithSimd};
 
 use crate::e4m3::E4m3;
 use crate::simd;
@@ -99,6 +100,12 @@ pub trait Element: Copy + Send + Sync + 'static {
     /// # Safety
     /// `ptr` points to at least `S::F32_LANES` writable elements.
     unsafe fn store<S: Simd>(simd: S, ptr: *mut Self, values: S::f32s);
+
+    /// Runs `op`, which works on caches of this type, with the best instruction set there is for it.
+    #[inline]
+    fn dispatch<Op: WithSimd>(op: Op) -> Op::Output {
+        simd::dispatch(op)
+    }
 }
 
 impl Element for f32 {
@@ -181,6 +188,11 @@ macro_rules! by_values {
                         .write_unaligned(Self::from_f32(lanes.add(lane).read()));
                 };
             }
+        }
+
+        #[inline]
+        fn dispatch<Op: WithSimd>(op: Op) -> Op::Output {
+            Simd::vectorize(pulp::Scalar, op)
         }
     };
 }
