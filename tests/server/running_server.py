@@ -19,6 +19,14 @@ LONG = 120.0
 """What nothing here takes; reaching it means that something hangs."""
 
 
+def wait_until(condition):
+    """Wait for what the server does in its own time, such as after it has answered."""
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
 @dataclass
 class RunningServer:
     """A server that serves, and its parts."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
-from running_server import LONG, events, first_event, http_post
+from running_server import LONG, events, first_event, http_post, wait_until
 
 from chairlift.server.exchange import Exchange
 from chairlift.server.generation import Generation
@@ -159,7 +159,7 @@ class TestDisconnects:
             sock.sendall(http_post(TEXT, body, {"connection": connection}))
             assert sock.recv(20).startswith(b"HTTP/1.1 200 ")
             connections = server.lifecycle._http.server_state.connections
-            _wait(lambda: not connections)
+            wait_until(lambda: not connections)
         server.check_alive()
 
     def test_a_last_event_that_is_never_read(self):
@@ -298,9 +298,9 @@ class TestFailures:
         assert server.client.get("/health").status_code == 200
         executor.hold()
         with server.raw(long_request()):
-            _wait(lambda: server.client.get("/health").status_code == 503)
+            wait_until(lambda: server.client.get("/health").status_code == 503)
             executor.release()
-            _wait(lambda: server.client.get("/health").status_code == 200)
+            wait_until(lambda: server.client.get("/health").status_code == 200)
         server.check_alive()
 
     @pytest.mark.parametrize("stream", [False, True])
@@ -347,7 +347,7 @@ class TestTheDrain:
         socks = [server.raw(long_request(max_tokens=40, prompt=f"{i}")) for i in range(4)]
         server.all_run(4, running_sequences=2, queued=2)
         server.drain()
-        _wait(lambda: server.client.get("/ready").status_code == 503)
+        wait_until(lambda: server.client.get("/ready").status_code == 503)
         assert server.client.get("/health").status_code == 200
         assert server.client.get("/ready").headers["retry-after"]
         for stream in (False, True):
@@ -402,11 +402,13 @@ class TestTheDrain:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
             sock.connect(("127.0.0.1", server.port))
             sock.sendall(long_request(logprobs=20, n=4, max_tokens=16_000, ignore_eos=True))
-            _wait(lambda: server.service.live)
+            wait_until(lambda: server.service.live)
             (exchange,) = server.service.live
-            _wait(lambda: time.monotonic() - (exchange._blocked_since or time.monotonic()) > 0.1)
+            wait_until(
+                lambda: time.monotonic() - (exchange._blocked_since or time.monotonic()) > 0.1
+            )
             server.drain()
-            _wait(lambda: exchange._interruption is not None)
+            wait_until(lambda: exchange._interruption is not None)
             chunks = events(body_of(read_all(sock)))
         assert len(chunks) > 10
         assert chunks[-1]["error"]["code"] == "draining"
@@ -432,7 +434,7 @@ class TestTheDrain:
             if sent == 1:
                 assert entered.wait(LONG)
             else:
-                _wait(lambda: server.service.live)  # it is being read
+                wait_until(lambda: server.service.live)  # it is being read
             server.drain()
             answer = b""
             while part := sock.recv(4_096):
@@ -448,10 +450,3 @@ class TestTheDrain:
         server.drain()
         server.join()
         assert server.exit_code == 0
-
-
-def _wait(condition):
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)

@@ -6,6 +6,7 @@ import json
 import logging
 
 import pytest
+from running_server import wait_until
 
 from chairlift.config import ClassConfig, Config, KeyConfig, PolicyConfig, TenantConfig
 from chairlift.server.settings import ServerSettings, effective_config
@@ -221,21 +222,35 @@ def test_nothing_to_reload(keyed):
     assert "--config" in answer.json()["error"]["message"]
 
 
+def called(name):
+    return {"x-request-id": name}
+
+
+def logged(caplog, *names):
+    """The log's lines about requests of these names: each is written once its answer is sent."""
+
+    def lines():
+        told = [record.message for record in caplog.records if record.name.endswith("requests")]
+        return {line["request_id"]: line for line in map(json.loads, told)}
+
+    wait_until(lambda: lines().keys() >= set(names))
+    return [lines()[name] for name in names]
+
+
 def test_no_key_is_ever_logged(start_server, caplog):
     with caplog.at_level(logging.DEBUG):
         server = start_server(
             ScriptedExecutor(), config=config_with(), settings={"api_keys": ("plain key",)}
         )
-        ask(server, "acme", prompt="a secret prompt")
-        ask(server, "acme", max_tokens=0, prompt="a secret prompt")
-        server.post("/v1/completions", {"prompt": "x"}, headers=auth("wrong secret"))
-        ask(server, "acme", headers={"x-request-id": "mine"})
-    told = [json.loads(r.message) for r in caplog.records if r.name.endswith("requests")]
-    assert [entry["status"] for entry in told] == [200, 400, 401, 200]
-    assert told[0]["tenant"] == "acme"
-    assert told[0]["prompt_tokens"] == 15
-    assert told[0]["completion_tokens"] == 2
-    assert told[3]["request_id"] == "mine"
+        ask(server, "acme", called("good"), prompt="a secret prompt")
+        ask(server, "acme", called("bad"), max_tokens=0, prompt="a secret prompt")
+        strange = auth("wrong secret") | called("strange")
+        server.post("/v1/completions", {"prompt": "x"}, headers=strange)
+        good, bad, stranger = logged(caplog, "good", "bad", "strange")
+    assert [line["status"] for line in (good, bad, stranger)] == [200, 400, 401]
+    assert good["tenant"] == "acme"
+    assert good["prompt_tokens"] == 15
+    assert good["completion_tokens"] == 2
     text = caplog.text
     for secret in (*KEYS.values(), "plain key", "wrong secret", "secret prompt"):
         assert secret not in text
@@ -245,11 +260,13 @@ def test_no_key_is_ever_logged(start_server, caplog):
 def test_prompts_are_logged_where_that_is_asked_for(start_server, caplog):
     server = start_server(settings={"log_prompts": True})
     with caplog.at_level(logging.INFO):
-        server.complete("a prompt")
+        body = {"prompt": "a prompt", "max_tokens": 1}
+        server.post("/v1/completions", body, headers=called("completion"))
         body = {"messages": [{"role": "user", "content": "a message"}], "max_tokens": 1}
-        server.post("/v1/chat/completions", body)
-    assert '"prompt": ["a prompt"]' in caplog.text
-    assert '"content": "a message"' in caplog.text
+        server.post("/v1/chat/completions", body, headers=called("chat"))
+        completion, chat = logged(caplog, "completion", "chat")
+    assert completion["prompt"] == ["a prompt"]
+    assert '"content": "a message"' in json.dumps(chat)
 
 
 class TestRequestIds:
