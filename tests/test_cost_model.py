@@ -173,6 +173,7 @@ def test_the_engine_tells_what_it_learned_and_how_well_it_predicts():
         assert pace["padded_rows"] == 0
         assert pace["prediction_error"] > 0
         assert pace["explained_share"] <= 1
+        assert pace["slowdown"] > 0
         assert 0 < pace["p50_ratio"] <= pace["p95_ratio"]
         shapes = client.iterations()["shape"]
         assert shapes.shape[1] == 6

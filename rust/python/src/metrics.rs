@@ -128,6 +128,7 @@ fn pace<'py>(py: Python<'py>, pace: &PaceMetrics) -> PyResult<Bound<'py, PyDict>
         ("p99", pace.p99_us / 1e6),
         ("explained_share", pace.explained_share),
         ("prediction_error", pace.prediction_error),
+        ("slowdown", pace.slowdown),
         ("p50_ratio", pace.p50_ratio),
         ("p95_ratio", pace.p95_ratio),
         ("gap", pace.gap_us / 1e6),

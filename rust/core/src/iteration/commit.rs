@@ -178,10 +178,10 @@ impl Commit<'_> {
             let token_ns = time_us.saturating_mul(1_000) / step.num_tokens.max(1);
             StepShares::by_tokens(token_ns as f64)
         };
-        let predicted_us = self.lane.costs.observe(&step.shape, time_us as f64);
+        let prediction = self.lane.costs.observe(&step.shape, time_us as f64);
         self.ledger.pace.observe(&Beat {
             time_us,
-            predicted_us,
+            prediction,
             gap_us: step.gap_us,
             sequences,
             padded: step.num_padded,

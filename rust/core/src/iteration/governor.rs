@@ -86,7 +86,7 @@ impl Governor {
         let pace = &policy.pace;
         let is_governed = pace.is_governed(&policy.classes);
         self.costs = if is_governed {
-            costs.coefficients()
+            costs.coefficients_now()
         } else {
             None
         };

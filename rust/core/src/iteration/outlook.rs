@@ -16,7 +16,7 @@ impl Lane {
         prompt_tokens: u32,
         now: Time,
     ) -> Option<Outlook> {
-        let costs = self.costs.coefficients()?;
+        let costs = self.costs.coefficients_now()?;
         let last = &self.last_shape;
         // Who was sampled in the last iteration decodes in the next.
         let mut shape = if self.running.is_empty() {

@@ -2,7 +2,7 @@
 //! predicted.
 
 use crate::metrics::{RecentMoments, RecentQuantiles};
-use crate::predict::iteration_time::CostModel;
+use crate::predict::iteration_time::{CostModel, Prediction};
 
 /// Power of two of the shortest time, in microseconds, that is told apart.
 const LOWEST_US: i32 = 3;
@@ -12,7 +12,7 @@ const LOWEST_US: i32 = 3;
 pub(crate) struct PaceBook {
     times: RecentQuantiles,
     time: RecentMoments,
-    /// The same of those that were predicted, and what the prediction left unexplained.
+    /// The same of those that were predicted, and what their composition left unexplained.
     predicted: RecentMoments,
     residual: RecentMoments,
     /// Error relative to the measured time, without its sign.
@@ -28,14 +28,14 @@ pub(crate) struct PaceBook {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Beat {
     pub(crate) time_us: u64,
-    pub(crate) predicted_us: Option<f64>,
+    pub(crate) prediction: Option<Prediction>,
     /// Since the results of the one before, if its sequences ran on.
     pub(crate) gap_us: Option<u64>,
     pub(crate) sequences: u64,
     pub(crate) padded: u64,
 }
 
-/// Iterations of late (the last few thousand); all 0 before the first.
+/// Iterations of late (the last few thousand); before the first all is 0, but the slowdown 1.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct PaceMetrics {
@@ -54,6 +54,9 @@ pub struct PaceMetrics {
     pub explained_share: f64,
     /// Mean absolute error of its predictions, relative to the measured time.
     pub prediction_error: f64,
+    /// How many times as long as the cost model learned iterations take now: above 1 while the machine is
+    /// slower than over the last hundreds of iterations.
+    pub slowdown: f64,
     /// Median of measured over predicted time.
     pub p50_ratio: f64,
     /// 95th percentile of measured over predicted time: how far the unlucky are behind.
@@ -92,11 +95,11 @@ impl PaceBook {
         let time_us = beat.time_us as f64;
         self.times.observe(time_us);
         self.time.observe(time_us);
-        if let Some(predicted_us) = beat.predicted_us {
-            let residual_us = time_us - predicted_us;
+        if let Some(prediction) = beat.prediction {
             self.predicted.observe(time_us);
-            self.residual.observe(residual_us);
-            self.error.observe(residual_us.abs() / time_us.max(1.0));
+            self.residual.observe(time_us - prediction.learned_us);
+            let error_us = (time_us - prediction.now_us).abs();
+            self.error.observe(error_us / time_us.max(1.0));
         }
         if let Some(gap_us) = beat.gap_us {
             self.gap.observe(gap_us as f64);
@@ -120,6 +123,7 @@ impl PaceBook {
             p99_us: quantile(0.99),
             explained_share: share(explained, self.predicted.variance()),
             prediction_error: self.error.mean(),
+            slowdown: costs.slowdown(),
             p50_ratio: costs.ratio(0.5).unwrap_or(0.0),
             p95_ratio: costs.ratio(0.95).unwrap_or(0.0),
             gap_us: self.gap.mean(),
@@ -135,16 +139,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn half_of_the_variance_is_explained_by_a_prediction_that_sees_half_of_it() {
+    fn half_of_the_variance_is_explained_by_a_composition_that_tells_half_of_it() {
         let mut book = PaceBook::default();
         let costs = CostModel::default();
-        assert_eq!(book.metrics(&costs), PaceMetrics::default());
+        let nothing = PaceMetrics {
+            slowdown: 1.0,
+            ..PaceMetrics::default()
+        };
+        assert_eq!(book.metrics(&costs), nothing);
         for at in 0..4_000_u64 {
-            // Two independent coins of equal weight; the prediction knows the first.
+            // Two independent coins of equal weight: the composition tells the first, and the
+            // speed of the machine the second.
             let (seen, unseen) = (at % 2 * 1_000, at / 2 % 2 * 1_000);
             book.observe(&Beat {
                 time_us: 10_000 + seen + unseen,
-                predicted_us: Some(10_500.0 + seen as f64),
+                prediction: Some(Prediction {
+                    learned_us: 10_500.0 + seen as f64,
+                    now_us: 10_200.0 + (seen + unseen) as f64,
+                }),
                 gap_us: (at % 4 > 0).then_some(30),
                 sequences: 3,
                 padded: at % 2 * 2,
@@ -152,7 +164,7 @@ mod tests {
         }
         let metrics = book.metrics(&costs);
         assert!((metrics.explained_share - 0.5).abs() < 0.01, "{metrics:?}");
-        assert!((metrics.prediction_error - 500.0 / 11_000.0).abs() < 0.001);
+        assert!((metrics.prediction_error - 200.0 / 11_000.0).abs() < 0.001);
         assert!((metrics.mean_us - 11_000.0).abs() < 1.0);
         assert!((metrics.std_us - 707.0).abs() < 2.0);
         assert!((metrics.p99_us / 12_000.0 - 1.0).abs() < 0.03);

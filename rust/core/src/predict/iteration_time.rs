@@ -15,6 +15,10 @@
 //! their borders (`fit`). An iteration counts by its error relative to what it took or should have
 //! taken, whichever is more: one that was stalled from outside counts for little, the less the longer.
 //!
+//! A machine is not as fast in one second as in the next: its clock is throttled, or neighbours use its
+//! memory. What is learned is how fast it is over hundreds of iterations; one factor, the slowdown,
+//! follows how fast it is now (exponential smoothing of measured over learned), and predictions have it.
+//!
 //! All arithmetic is plain, in a fixed order: the same log gives the same model, to the bit.
 
 mod fit;
@@ -35,6 +39,10 @@ const FIT_EVERY: u64 = 16;
 /// An error of so many times the mean one, and of [`LEAST_SURPRISE`], is a surprise.
 const SURPRISE: f64 = 4.0;
 const LEAST_SURPRISE: f64 = 0.08;
+/// Share of an iteration's error that the slowdown takes over.
+const FOLLOWS: f64 = 0.25;
+/// Largest relative error that it sees: an iteration that was stalled moves it by an eighth at most.
+const LARGEST_ERROR: f64 = 0.5;
 /// Power of two of the smallest ratio of measured to predicted time that is told apart.
 const LOWEST_RATIO: i32 = -8;
 
@@ -81,6 +89,15 @@ pub fn pairs(before: u32, chunk: u32) -> f64 {
     chunk * (f64::from(before) + chunk / 2.0)
 }
 
+/// How long an iteration is expected to take, in microseconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Prediction {
+    /// By what is in it: on a machine as fast as it is in the long run.
+    pub learned_us: f64,
+    /// As fast as it is now.
+    pub now_us: f64,
+}
+
 /// The cost model.
 #[derive(Clone, Debug)]
 pub struct CostModel {
@@ -88,6 +105,8 @@ pub struct CostModel {
     moments: BinnedMoments,
     num_observations: u64,
     was_loaded: bool,
+    /// How many times as long as learned iterations take now.
+    slowdown: f64,
     /// Measured over predicted, each before it was learned from.
     ratios: RecentQuantiles,
     /// The relative error's absolute value.
@@ -110,6 +129,7 @@ impl CostModel {
             moments: BinnedMoments::default(),
             num_observations: 0,
             was_loaded: loaded.is_some(),
+            slowdown: 1.0,
             ratios: RecentQuantiles::new(LOWEST_RATIO),
             error: RecentMoments::default(),
             most_tokens: loaded.map_or(0.0, |loaded| loaded.most_tokens),
@@ -126,15 +146,32 @@ impl CostModel {
         self.num_observations
     }
 
-    /// Microseconds that an iteration will take; `None` while too little is known.
-    pub fn predict(&self, shape: &StepShape) -> Option<f64> {
-        self.is_known().then(|| self.fit.coefficients().time(shape))
+    /// What is expected of an iteration; `None` while too little is known.
+    pub fn predict(&self, shape: &StepShape) -> Option<Prediction> {
+        let learned_us = self.fit.coefficients().time(shape).max(1.0);
+        self.is_known().then(|| Prediction {
+            learned_us,
+            now_us: self.slowdown * learned_us,
+        })
     }
 
     /// What a share of `q` of the iterations of late did not exceed, over what was predicted of each;
     /// `None` before the first prediction.
     pub fn ratio(&self, q: f64) -> Option<f64> {
         self.ratios.quantile(q)
+    }
+
+    /// How many times as long as learned iterations take now: above 1 on a machine that is slower than it
+    /// was over the last hundreds of iterations.
+    pub fn slowdown(&self) -> f64 {
+        self.slowdown
+    }
+
+    /// What it has learned, times the slowdown: what its predictions come from. `None` while too little is
+    /// known.
+    pub fn coefficients_now(&self) -> Option<Coefficients> {
+        self.coefficients()
+            .map(|learned| learned.times(self.slowdown))
     }
 
     /// What it has learned; `None` while too little is known.
@@ -157,16 +194,18 @@ impl CostModel {
     }
 
     /// Learns from an iteration that took `time_us`; returns what it had predicted.
-    pub fn observe(&mut self, shape: &StepShape, time_us: f64) -> Option<f64> {
+    pub fn observe(&mut self, shape: &StepShape, time_us: f64) -> Option<Prediction> {
         let time_us = time_us.max(1.0);
-        let predicted = self.predict(shape);
+        let prediction = self.predict(shape);
         let mut scale = time_us;
         let mut is_surprise = false;
-        if let Some(predicted) = predicted.map(|time| time.max(1.0)) {
-            let ratio = time_us / predicted;
-            scale = scale.max(predicted);
+        if let Some(Prediction { learned_us, now_us }) = prediction {
+            scale = scale.max(learned_us);
+            let ratio = time_us / now_us;
             let usual = (SURPRISE * self.error.mean()).max(LEAST_SURPRISE);
             is_surprise = (ratio - 1.0).abs() > usual;
+            let error = (ratio - 1.0).clamp(-LARGEST_ERROR, LARGEST_ERROR);
+            self.slowdown *= 1.0 + FOLLOWS * error;
             self.ratios.observe(ratio);
             self.error.observe((ratio - 1.0).abs().min(1.0));
         }
@@ -179,7 +218,7 @@ impl CostModel {
             // Early, and ever more rarely, all places for the knee are tried; else a few.
             self.fit.update(&self.moments, count.is_power_of_two());
         }
-        predicted
+        prediction
     }
 }
 

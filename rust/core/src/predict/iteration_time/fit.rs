@@ -80,6 +80,15 @@ impl Coefficients {
         ]
     }
 
+    /// Those of a machine on which all takes so many times as long.
+    pub(super) fn times(self, slowdown: f64) -> Self {
+        let slower = self.unknowns().map(|unknown| unknown * slowdown);
+        Self {
+            most_tokens: self.most_tokens,
+            ..Self::of(&slower)
+        }
+    }
+
     fn unknowns(&self) -> [f64; NUM_UNKNOWNS] {
         let named = self.named();
         std::array::from_fn(|at| named[at].1 * UNKNOWN_SCALES[at])

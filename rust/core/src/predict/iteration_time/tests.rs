@@ -69,13 +69,13 @@ fn trained(model: &mut CostModel, truth: &Coefficients, steps: u32, sigma: f64) 
     random
 }
 
-/// The largest relative error of a prediction.
+/// The largest relative error of what was learned.
 fn worst(model: &CostModel, truth: &Coefficients) -> f64 {
+    let learned = model.coefficients().expect("it is known");
     let mut random = Random(99);
     let errors = (0..500).map(|_| {
         let shape = shape(&mut random);
-        let predicted = model.predict(&shape).expect("it is known");
-        (predicted / truth.time(&shape) - 1.0).abs()
+        (learned.time(&shape) / truth.time(&shape) - 1.0).abs()
     });
     errors.fold(0.0, f64::max)
 }
@@ -226,6 +226,56 @@ fn what_was_loaded_holds_until_it_is_contradicted() {
     trained(&mut model, &other, 40_000, 0.03);
     let moved = worst(&model, &other);
     assert!(moved < 0.05, "off by {moved}: {:?}", model.coefficients());
+}
+
+/// Trains on a machine that is now as fast as `TRUTH`, now half as slow again, for `phase` iterations each.
+fn trained_in_phases(model: &mut CostModel, steps: u32, phase: u32) {
+    let mut random = Random(11);
+    for step in 0..steps {
+        let shape = shape(&mut random);
+        let speed = if step / phase % 2 == 0 { 1.0 } else { 1.5 };
+        let time_us = TRUTH.time(&shape) * speed * random.noise(0.03);
+        model.observe(&shape, time_us);
+    }
+}
+
+#[test]
+fn predictions_follow_a_machine_that_is_now_slow_now_fast() {
+    let mut model = CostModel::default();
+    trained_in_phases(&mut model, 10_000, 100);
+    // Of noise alone it is 0.024; about four iterations of each phase are not yet followed.
+    let error = model.mean_error();
+    assert!(error < 0.045, "off by {error}");
+    let slowdown = model.slowdown();
+    assert!((1.1..1.4).contains(&slowdown), "it is slow now: {slowdown}");
+    let now = model.coefficients_now().expect("it is known");
+    let mut random = Random(2);
+    for _ in 0..100 {
+        let shape = shape(&mut random);
+        let predicted = model.predict(&shape).expect("it is known").now_us;
+        assert!((now.time(&shape) / predicted - 1.0).abs() < 1e-9);
+        let error = predicted / (1.5 * TRUTH.time(&shape)) - 1.0;
+        assert!(error.abs() < 0.1, "off by {error}");
+    }
+    // What is learned, and kept on disk, is how fast it is in the long run.
+    let learned = model.coefficients().expect("it is known");
+    let shape = shape(&mut random);
+    let long_run = learned.time(&shape) / TRUTH.time(&shape);
+    assert!((1.05..1.4).contains(&long_run), "{long_run} times as slow");
+}
+
+#[test]
+fn an_iteration_that_was_stalled_hardly_moves_the_next_prediction() {
+    let mut model = CostModel::default();
+    let mut random = trained(&mut model, &TRUTH, 2_000, 0.0);
+    let stalled = shape(&mut random);
+    let before = model.predict(&stalled).expect("it is known").now_us;
+    model.observe(&stalled, 1e9);
+    let after = model.predict(&stalled).expect("it is known").now_us;
+    assert!(
+        (1.0..1.14).contains(&(after / before)),
+        "{before} to {after}"
+    );
 }
 
 #[test]
