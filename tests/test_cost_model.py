@@ -147,9 +147,12 @@ def test_calibrate_tells_the_fit_and_writes_a_profile(capsys, tmp_path):
     content = json.loads(capsys.readouterr().out)
     assert content["iterations"] > 100
     assert content["held_out_iterations"] > 20
+    assert content["prediction_error"] > 0
     assert content["kept"] is None, "nobody knows what this executor's time depends on"
     profile = json.loads(path.read_text())
     assert profile["t_tok_s"] == pytest.approx(content["coefficients"]["t_tok_us"] / 1e6)
+    assert main(command) == 0
+    assert "of predictions made as they came" in capsys.readouterr().out
 
 
 def engine(**options):

@@ -209,3 +209,7 @@ def lines(calibration: Calibration) -> Iterator[str]:
             f"mean absolute error: {held_out.error(costs):.1%} of {len(held_out.time_us)} held out "
             "(mixed shapes)"
         )
+    yield (
+        f"mean absolute error: {learned['mean_error']:.1%} of predictions made as they came, which "
+        "follow how fast the machine is at the moment"
+    )

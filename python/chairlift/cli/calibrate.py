@@ -83,5 +83,6 @@ def _content(found: Calibration, kept: Path | None) -> dict[str, object]:
         "error": found.fitted.error(found.costs),
         "held_out_iterations": len(held_out.time_us),
         "held_out_error": held_out.error(found.costs) if len(held_out.time_us) else None,
+        "prediction_error": found.learned["mean_error"],
         "kept": None if kept is None else str(kept),
     }
