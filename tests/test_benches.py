@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import fidelity
 import governor
 from chairlift.testing import ScriptedExecutor
@@ -59,8 +61,8 @@ def test_the_simulator_is_held_against_the_engine(tmp_path, capsys):
     lines = [f"{at / 10},{40 + at},{30 + at}" for at in range(8)]
     with gzip.open(trace, "wt") as file:
         file.write("\n".join(["arrival_s,input_tokens,output_tokens", *lines]))
-    sizes = ["--divide", "1", "--lessons", "4", "--requests", "4"]
-    rates = ["--rates", "20", "40", "--runs", "1"]
+    sizes = ["--divide", "1", "--lessons", "2", "--requests", "2"]
+    rates = ["--rates", "20", "40", "--runs", "2"]
     assert fidelity.main([*SLOW, "--trace", str(trace), *sizes, *rates]) in (0, 1)
     out = capsys.readouterr().out
     assert re.findall(r"^(\d+) requests/s, load \d", out, re.MULTILINE) == ["20", "40"]
@@ -71,3 +73,6 @@ def test_the_simulator_is_held_against_the_engine(tmp_path, capsys):
         assert math.isfinite(float(simulated))
         assert float(simulated) > 0
     assert out.count("time of an iteration: off by") == 2
+    with pytest.raises(SystemExit):
+        fidelity.main([*SLOW, "--trace", str(trace), *sizes, "--runs", "3"])
+    assert "has 8 requests; 3 runs need 12" in capsys.readouterr().err
