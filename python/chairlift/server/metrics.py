@@ -324,6 +324,13 @@ METRICS: tuple[Metric, ...] = (
         of_engine(lambda of: of["pace"]["explained_share"]),
     ),
     Metric(
+        "iteration_slowdown",
+        "gauge",
+        "How many times as long as in the long run iterations take now, whatever is in them.",
+        (),
+        of_engine(lambda of: of["pace"]["slowdown"]),
+    ),
+    Metric(
         "iteration_prediction_error",
         "gauge",
         "Mean absolute error of predicted iteration time of late, relative to the measured time.",
