@@ -241,13 +241,16 @@ def test_the_fit_finds_the_cost_of_made_up_steps():
         sequences, context = int(random.integers(1, 33)), int(random.integers(0, 20_000))
         prefill = int(random.choice([0, 0, 0, 100, 400]))
         tokens, pairs = sequences + prefill, prefill * 50.0 + prefill**2 / 2
+        copies = int(random.choice([0, 0, 0, 10, 40]))
         us = 2_000 + 50 * sequences + 30 * max(tokens, 64) + 0.02 * context + 0.004 * pairs
+        us += 60 * copies
         steps.append(
             {
                 "sequences": sequences,
                 "tokens": tokens,
                 "decode_context": context,
                 "prefill_pairs": pairs,
+                "copies": copies,
                 "duration_us": us * random.lognormal(0, 0.02),
                 "gap_us": 10,
             }
@@ -257,8 +260,24 @@ def test_the_fit_finds_the_cost_of_made_up_steps():
     assert abs(fit.total_error) < 0.01
     assert fit.profile.t_tok_s == pytest.approx(30e-6, rel=0.1)
     assert fit.profile.t_w_s == pytest.approx(64 * 30e-6, rel=0.1)
+    assert fit.profile.t_copy_s == pytest.approx(60e-6, rel=0.1)
+    without_copies = fit_profile([step | {"copies": 0} for step in steps])
+    assert without_copies.profile.t_copy_s == 0
     with pytest.raises(ConfigError, match="the log has 3 steps"):
         fit_profile(steps[:3])
+
+
+def test_steps_tell_the_copies_from_and_to_the_host(tmp_path):
+    """More prompts than the executor has blocks for, twice: the second time the host has them."""
+    executor = ScriptedExecutor(num_kv_blocks=8, num_host_kv_blocks=64)
+    texts = [f"{index} of the prompts that leave the blocks that they had" for index in range(6)]
+    path = tmp_path / "host.log"
+    with LLM(executor=executor, max_model_len=128, record=path) as llm:
+        for _ in range(2):
+            llm.generate(texts, SamplingParams(max_tokens=2, ignore_eos=True))
+        assert llm.metrics()["restored_tokens"] > 0
+    steps = json.loads(FlightLog(path).measure().measures())["steps"]
+    assert [step["copies"] for step in steps] == [step.num_copies for step in executor.steps]
 
 
 def test_the_limit_keeps_the_beginning_and_the_newest(tmp_path, caplog, capsys):

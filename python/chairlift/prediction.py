@@ -122,10 +122,11 @@ def predict(
 def fit_profile(steps: list[dict[str, Any]]) -> Fit:
     """Fit a cost profile to measured steps by least squares, no term below zero.
 
-    The terms are those of :class:`~chairlift.simulation.CostProfile`; the knee of the roofline is
-    the best of a few. Errors count in relation to the prediction (iteratively reweighted), so that
-    short steps count as much as long ones. The time between two steps in a row is part of the
-    constant term.
+    The terms are those of :class:`~chairlift.simulation.CostProfile`, but for samples, which come
+    and go with sequences; the knee of the roofline is the best of a few. Copies from and to the
+    host cost nothing where none was made. Errors count in relation to the prediction (iteratively
+    reweighted), so that short steps count as much as long ones. The time between two steps in a row
+    is part of the constant term.
 
     Raises:
         ConfigError: there are fewer than ten steps.
@@ -134,7 +135,7 @@ def fit_profile(steps: list[dict[str, Any]]) -> Fit:
         raise ConfigError(
             f"the log has {len(steps)} steps; at least 10 are needed to predict from it"
         )
-    names = ("sequences", "tokens", "decode_context", "prefill_pairs", "duration_us")
+    names = ("sequences", "tokens", "decode_context", "prefill_pairs", "copies", "duration_us")
     columns = {
         name: np.array([step[name] for step in steps], dtype=np.float64) for name in names
     }  # [I] each
@@ -151,6 +152,7 @@ def fit_profile(steps: list[dict[str, Any]]) -> Fit:
         t_tok_s=float(costs[2]),
         t_ctx_s=float(costs[3]),
         t_pair_s=float(costs[4]),
+        t_copy_s=float(costs[5]),
         noise_sigma=0.0,
     )
     return Fit(
@@ -161,10 +163,10 @@ def fit_profile(steps: list[dict[str, Any]]) -> Fit:
     )
 
 
-def _terms(columns: Mapping[str, Floats], knee: float) -> Floats:  # [I, 5]
+def _terms(columns: Mapping[str, Floats], knee: float) -> Floats:  # [I, 6]
     """What the coefficients of a profile are multiplied with."""
     tokens = np.maximum(columns["tokens"], knee)
-    others = [columns[name] for name in ("decode_context", "prefill_pairs")]
+    others = [columns[name] for name in ("decode_context", "prefill_pairs", "copies")]
     return np.stack([np.ones_like(tokens), columns["sequences"], tokens, *others], axis=1)
 
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 from cpu_device import CpuDevice
 from emulated_launcher import EmulatedLauncher, emulate
-from tiny_model import BLOCK, VOCAB, block_bytes, on_cpu, on_cuda
+from tiny_model import BLOCK, VOCAB, block_bytes, engine_on, on_cpu, on_cuda
 
 from chairlift import LLM, SamplingParams, prompt_scores
 from chairlift.errors import ConfigError, UnsupportedModelError, UnsupportedStepError
@@ -107,17 +107,9 @@ def test_every_sampling_parameter_goes_through_the_engine(tiny, steps):
         SamplingParams(temperature=0.0, n=1, max_tokens=3, min_tokens=2),
     ]
     texts = [f"prompt {index} of the batch" + " and more" * index for index in range(len(params))]
-    limits = {"block_size": BLOCK, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     results = []
     for executor in (on_cpu(tiny), on_cuda(tiny)):
-        with LLM(
-            executor=executor,
-            tokenizer=ByteTokenizer(),
-            num_kv_blocks=40,
-            max_model_len=128,
-            max_in_flight_steps=steps,
-            **limits,
-        ) as llm:
+        with engine_on(executor, num_kv_blocks=40, max_in_flight_steps=steps) as llm:
             results.append(llm.generate(texts, params, use_tqdm=False))
     for ours, theirs in zip(*results, strict=True):
         assert ours.error is None
@@ -137,16 +129,7 @@ def test_the_engine_runs_out_of_memory_and_preempts(tiny, steps):
     texts = [f"{index} asks for more than there is" for index in range(4)]
     tokens = []
     for executor in (on_cpu(tiny), on_cuda(tiny)):
-        with LLM(
-            executor=executor,
-            tokenizer=ByteTokenizer(),
-            num_kv_blocks=16,
-            max_model_len=128,
-            block_size=BLOCK,
-            max_num_seqs=8,
-            max_num_batched_tokens=64,
-            max_in_flight_steps=steps,
-        ) as llm:
+        with engine_on(executor, num_kv_blocks=16, max_in_flight_steps=steps) as llm:
             outputs = llm.generate(texts, params, use_tqdm=False)
             tokens.append([output.outputs[0].token_ids for output in outputs])
             metrics = llm.metrics()
@@ -198,13 +181,7 @@ def test_plan_memory_is_pinned_once(tiny):
     device = CpuDevice()
     executor = on_cuda(tiny, device)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    with LLM(
-        executor=executor,
-        tokenizer=ByteTokenizer(),
-        block_size=BLOCK,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-    ) as llm:
+    with engine_on(executor) as llm:
         llm.generate("hello", params, use_tqdm=False)
         first = list(device.pinned)
         llm.generate("hello again", params, use_tqdm=False)

@@ -8,15 +8,14 @@ import pytest
 import torch
 from cpu_device import CpuDevice
 from safetensors.torch import load_file, save_file
-from tiny_model import BLOCK, LAYERS, block_bytes, on_cuda
+from tiny_model import BLOCK, LAYERS, block_bytes, engine_on, on_cuda
 
-from chairlift import LLM, SamplingParams
+from chairlift import SamplingParams
 from chairlift.attention.reference import ReferenceBackend
 from chairlift.errors import ModelError, UnsupportedStepError, WeightsError
 from chairlift.executor import LOCATION_DEVICE as HERE
 from chairlift.executor import LOCATION_HOST as HOST
 from chairlift.kv_cache import KvCache
-from chairlift.testing import ByteTokenizer
 from chairlift.torch_executor import TorchExecutor, TorchExecutorConfig
 from plans import generate, make_plan, place, run_step
 
@@ -129,15 +128,7 @@ def test_prefixes_come_back_from_the_host(tiny, launcher, dtype, kv_cache_dtype,
             num_kv_blocks=20,
             kv_host_memory=kv_host_memory,
         )
-        with LLM(
-            executor=executor,
-            tokenizer=ByteTokenizer(),
-            max_model_len=128,
-            block_size=BLOCK,
-            max_num_seqs=8,
-            max_num_batched_tokens=64,
-            max_in_flight_steps=steps,
-        ) as llm:
+        with engine_on(executor, max_in_flight_steps=steps) as llm:
             for _ in range(2):
                 results = llm.generate(texts, params, use_tqdm=False)
                 tokens.append([result.outputs[0].token_ids for result in results])

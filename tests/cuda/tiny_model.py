@@ -1,4 +1,4 @@
-"""A model small enough for the emulator, and the executors that run it."""
+"""A model small enough for the emulator, and the executors and engines that run it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import torch
 import transformers
 from cpu_device import CpuDevice
 
+from chairlift import LLM
 from chairlift.gpu import CudaExecutor, CudaExecutorConfig
+from chairlift.testing import ByteTokenizer
 from chairlift.torch_executor import TorchExecutor, TorchExecutorConfig
 
 BLOCK = 8
@@ -60,3 +62,16 @@ def on_cuda(directory, device=None, **settings):
 
 def on_cpu(directory, **settings):
     return TorchExecutor(TorchExecutorConfig(directory, "float32", **LIMITS, **settings))
+
+
+def engine_on(executor, **options):
+    """An engine that speaks bytes, on one of these executors."""
+    return LLM(
+        executor=executor,
+        tokenizer=ByteTokenizer(),
+        max_model_len=128,
+        block_size=BLOCK,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        **options,
+    )

@@ -1,24 +1,19 @@
 """Prometheus metrics: one table that says what there is, and :func:`render` that writes it.
 
-Names are vLLM's where the meaning is the same, after the prefix ``chairlift:``. Everything comes
-from one reply of the engine (``group_metrics()``), so that the sums of a scrape add up; the server
-adds what it counts itself.
+Names are vLLM's where the meaning is the same. Everything comes from one reply of the engine
+(``group_metrics()``), so that the sums of a scrape add up; the server adds what it counts itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from chairlift.outputs import ITERATION_BOUNDS, SIZE_BOUNDS, TIME_BOUNDS
+from chairlift.server.families import Family, Metric
 from chairlift.server.readings import (
-    Buckets,
-    Reader,
     Snapshot,
     blocks,
     count,
@@ -47,51 +42,6 @@ FIGURES = ("mean", "std", "p50", "p95", "p99")
 PREDICTION_QUANTILES = ("p50", "p95")
 """Of measured over predicted time."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-PREFIX = "chairlift:"
-
-Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A metric: its name (a counter's without ``_total``), meaning, labels, and where it is."""
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    help: str
-    labels: tuple[str, ...]
-    read: Reader
-
-    @property
-    def exposed_name(self) -> str:
-        """The name to ask for, a histogram's without ``_bucket``, ``_sum`` and ``_count``."""
-        return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
-
-    def family(self, snapshot: Snapshot) -> Family:
-        """The metric with its values."""
-        name, labels = PREFIX + self.name, ("model_name", *self.labels)
-        samples = (((snapshot.model_name, *own), value) for own, value in self.read(snapshot))
-        if self.kind == "histogram":
-            histogram = HistogramMetricFamily(name, self.help, labels=labels)
-            for own, value in samples:
-                if isinstance(value, Buckets):
-                    histogram.add_metric(own, list(_cumulative(value)), value.total)
-            return histogram
-        kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
-        family = kind(name, self.help, labels=labels)
-        for own, value in samples:
-            if not isinstance(value, Buckets):
-                family.add_metric(own, value)
-        return family
-
-
-def _cumulative(buckets: Buckets) -> Iterator[tuple[str, float]]:
-    seen = 0
-    bounds = [*(str(float(bound)) for bound in buckets.bounds), "+Inf"]
-    for bound, here in zip(bounds, buckets.counts, strict=True):
-        seen += here
-        yield bound, seen
-
 
 _CLASS = ("class",)
 _TENANT = ("tenant",)

@@ -15,7 +15,7 @@ use chairlift_core::sim::{
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{IntoPyDict, PyDict};
 
 use crate::engine::read_settings;
 use crate::errors::{config_error, setup_error};
@@ -25,52 +25,6 @@ use crate::sim_arrays::to_arrays;
 const REPORT_EVERY: Duration = Duration::from_millis(100);
 /// Iterations between two looks at the clock.
 const LOOK_EVERY: u64 = 64;
-
-/// The attributes of `chairlift.simulation.CostProfile`; as a dict on the way there.
-#[derive(FromPyObject, IntoPyObject)]
-pub struct ProfileView {
-    t0_s: f64,
-    t_seq_s: f64,
-    t_w_s: f64,
-    t_tok_s: f64,
-    t_ctx_s: f64,
-    t_pair_s: f64,
-    t_sample_s: f64,
-    t_copy_s: f64,
-    noise_sigma: f64,
-}
-
-impl From<ProfileView> for CostProfile {
-    fn from(profile: ProfileView) -> Self {
-        Self {
-            t0_s: profile.t0_s,
-            t_seq_s: profile.t_seq_s,
-            t_w_s: profile.t_w_s,
-            t_tok_s: profile.t_tok_s,
-            t_ctx_s: profile.t_ctx_s,
-            t_pair_s: profile.t_pair_s,
-            t_sample_s: profile.t_sample_s,
-            t_copy_s: profile.t_copy_s,
-            noise_sigma: profile.noise_sigma,
-        }
-    }
-}
-
-impl From<CostProfile> for ProfileView {
-    fn from(profile: CostProfile) -> Self {
-        Self {
-            t0_s: profile.t0_s,
-            t_seq_s: profile.t_seq_s,
-            t_w_s: profile.t_w_s,
-            t_tok_s: profile.t_tok_s,
-            t_ctx_s: profile.t_ctx_s,
-            t_pair_s: profile.t_pair_s,
-            t_sample_s: profile.t_sample_s,
-            t_copy_s: profile.t_copy_s,
-            noise_sigma: profile.noise_sigma,
-        }
-    }
-}
 
 /// The attributes of `chairlift.simulation.Options`.
 #[derive(FromPyObject)]
@@ -242,7 +196,7 @@ fn read_config(
 ) -> PyResult<SimConfig> {
     Ok(SimConfig {
         settings: read_settings(settings)?,
-        profile: profile.extract::<ProfileView>()?.into(),
+        profile: read_profile(profile)?,
         seed: options.seed,
         max_tokens: options.max_tokens,
         retry: options.retry,
@@ -251,16 +205,31 @@ fn read_config(
     })
 }
 
+/// Reads a `chairlift.simulation.CostProfile`.
+fn read_profile(profile: &Bound<'_, PyAny>) -> PyResult<CostProfile> {
+    let value = |name: &str| -> PyResult<f64> { profile.getattr(name)?.extract() };
+    Ok(CostProfile {
+        t0_s: value("t0_s")?,
+        t_seq_s: value("t_seq_s")?,
+        t_w_s: value("t_w_s")?,
+        t_tok_s: value("t_tok_s")?,
+        t_ctx_s: value("t_ctx_s")?,
+        t_pair_s: value("t_pair_s")?,
+        t_sample_s: value("t_sample_s")?,
+        t_copy_s: value("t_copy_s")?,
+        noise_sigma: value("noise_sigma")?,
+    })
+}
+
 /// The core's profile of a GPU that serves a model of 8B, and the KV blocks of the pool that goes with
 /// it and of a small one.
 #[pyfunction]
-pub fn gpu_8b() -> (ProfileView, u32, u32) {
-    let profile = CostProfile::GPU_8B.into();
-    (
-        profile,
+pub fn gpu_8b(py: Python<'_>) -> PyResult<(Bound<'_, PyDict>, u32, u32)> {
+    Ok((
+        CostProfile::GPU_8B.named().into_py_dict(py)?,
         CostProfile::GPU_8B_BLOCKS,
         CostProfile::GPU_8B_SMALL_BLOCKS,
-    )
+    ))
 }
 
 /// Compares what the policy prices.

@@ -12,8 +12,8 @@ use serde::Serialize;
 use twox_hash::XxHash3_64;
 
 use crate::config::Settings;
-use crate::iteration::plan::StepPlan;
 use crate::output::Event;
+use crate::predict::iteration_time::StepShape;
 use crate::record::format::Entry;
 use crate::record::replay::Replayer;
 use crate::request::{EndKind, NewRequest, RequestId, RequestStats, Ticket, Time};
@@ -57,10 +57,9 @@ pub struct MeasuredStep {
     pub duration_us: u64,
     /// Between the commit of the step before and this one's decision; `None` where nothing ran.
     pub gap_us: Option<u64>,
-    pub sequences: u64,
-    pub tokens: u64,
-    pub decode_context: u64,
-    pub prefill_pairs: f64,
+    /// Padding included.
+    #[serde(flatten)]
+    pub shape: StepShape,
 }
 
 /// Watches a replay.
@@ -90,14 +89,17 @@ impl Measures {
             Entry::Schedule { plan: None } if self.in_flight.is_empty() => self.landed_us = None,
             Entry::Schedule { plan: Some(_) } => {
                 let padding = replayer.engine().padding();
-                let mut step = measure(replayer.plan());
-                step.sequences += u64::from(padding.sequences);
-                step.tokens += u64::from(padding.sequences);
-                step.decode_context += padding.context_tokens;
-                step.start_us = now.0;
+                let mut shape = replayer.plan().shape();
+                shape.sequences += f64::from(padding.sequences);
+                shape.tokens += f64::from(padding.sequences);
+                shape.decode_context += padding.context_tokens as f64;
                 let runs_on = self.landed_us.filter(|_| self.in_flight.is_empty());
-                step.gap_us = runs_on.map(|landed_us| now.0 - landed_us);
-                self.in_flight.push_back(step);
+                self.in_flight.push_back(MeasuredStep {
+                    start_us: now.0,
+                    duration_us: 0,
+                    gap_us: runs_on.map(|landed_us| now.0 - landed_us),
+                    shape,
+                });
             }
             Entry::Commit { .. } => {
                 let landed_us = self.landed_us.replace(now.0).unwrap_or_default();
@@ -198,25 +200,6 @@ impl Measures {
                 _ => {}
             }
         }
-    }
-}
-
-fn measure(plan: &StepPlan) -> MeasuredStep {
-    let contexts = plan.seq_lens[..plan.num_decodes].iter();
-    let chunks = plan.num_decodes..plan.num_seqs();
-    let pairs = chunks.map(|at| {
-        let chunk = plan.query_start_loc[at + 1] - plan.query_start_loc[at];
-        let before = plan.seq_lens[at] - chunk;
-        f64::from(chunk) * (f64::from(before) + f64::from(chunk) / 2.0)
-    });
-    MeasuredStep {
-        start_us: 0,
-        duration_us: 0,
-        gap_us: None,
-        sequences: plan.num_seqs() as u64,
-        tokens: plan.num_tokens() as u64,
-        decode_context: contexts.map(|&context| context as u64).sum(),
-        prefill_pairs: pairs.sum(),
     }
 }
 

@@ -57,6 +57,21 @@ impl CostProfile {
     /// The same with a small pool.
     pub const GPU_8B_SMALL_BLOCKS: u32 = 4_000;
 
+    /// Names and values, in the order of the formula.
+    pub fn named(&self) -> [(&'static str, f64); 9] {
+        [
+            ("t0_s", self.t0_s),
+            ("t_seq_s", self.t_seq_s),
+            ("t_w_s", self.t_w_s),
+            ("t_tok_s", self.t_tok_s),
+            ("t_ctx_s", self.t_ctx_s),
+            ("t_pair_s", self.t_pair_s),
+            ("t_sample_s", self.t_sample_s),
+            ("t_copy_s", self.t_copy_s),
+            ("noise_sigma", self.noise_sigma),
+        ]
+    }
+
     /// The same as a cost model has it.
     pub fn coefficients(&self) -> Coefficients {
         Coefficients {
@@ -107,18 +122,11 @@ impl CostProfile {
 
     /// Checks that time is a finite number and never runs backwards.
     pub(crate) fn validate(&self) -> Result<(), SimError> {
-        let numbers = [
-            ("t0_s", self.t0_s, 3_600.0),
-            ("t_seq_s", self.t_seq_s, 1.0),
-            ("t_w_s", self.t_w_s, 3_600.0),
-            ("t_tok_s", self.t_tok_s, 1.0),
-            ("t_ctx_s", self.t_ctx_s, 1.0),
-            ("t_pair_s", self.t_pair_s, 1.0),
-            ("t_sample_s", self.t_sample_s, 1.0),
-            ("t_copy_s", self.t_copy_s, 1.0),
-            ("noise_sigma", self.noise_sigma, 1.0),
-        ];
-        for (field, value, most) in numbers {
+        for (field, value) in self.named() {
+            let most = match field {
+                "t0_s" | "t_w_s" => 3_600.0,
+                _ => 1.0,
+            };
             if !(0.0..=most).contains(&value) {
                 return Err(SimError::Profile {
                     field,

@@ -1,61 +1,17 @@
-//! The simulator: exact times, the same records for the same seed, and one outcome for each request.
+//! Many requests in too little memory: what holds whatever happens to whom.
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 
-use chairlift_core::Engine;
 use chairlift_core::config::Settings;
-use chairlift_core::config::policy::{
-    ClassSettings, Join, OnTimeout, Order, Policy, Price, Sharing,
-};
+use chairlift_core::config::policy::{Join, OnTimeout, Order, Policy, Price, Sharing};
 use chairlift_core::request::Finish;
 use chairlift_core::sim::{
-    Cause, CostProfile, GapProbe, Iteration, IterationView, Outcome, Random, Record, SimConfig,
-    SimError, SimOutcome, SimRequest, Workload, capacity, simulate,
+    Cause, CostProfile, GapProbe, Iteration, Outcome, Random, Record, SimConfig, SimOutcome,
+    SimRequest, Workload, simulate,
 };
 
-fn to_the_end(_: &Engine, _: &IterationView<'_>) -> ControlFlow<()> {
-    ControlFlow::Continue(())
-}
-
-fn run(config: &SimConfig, workload: &Workload) -> SimOutcome {
-    simulate(config, workload, to_the_end).expect("a simulation that can be")
-}
-
-fn request(arrival_us: u64, input_tokens: u32, output_tokens: u32) -> SimRequest {
-    SimRequest {
-        arrival_us,
-        input_tokens,
-        output_tokens,
-        tenant: 0,
-        class: 0,
-        priority: 0,
-        deadline_us: None,
-        abort_us: None,
-        prefix: 0..0,
-    }
-}
-
-fn workload(requests: Vec<SimRequest>) -> Workload {
-    Workload {
-        requests,
-        tenants: vec!["a".into(), "b".into()],
-        ..Workload::default()
-    }
-}
-
-/// Every term of the cost counts, and noise does not.
-const EXACT: CostProfile = CostProfile {
-    t0_s: 1e-3,
-    t_seq_s: 0.5e-3,
-    t_w_s: 2e-3,
-    t_tok_s: 1e-3,
-    t_ctx_s: 0.1e-3,
-    t_pair_s: 0.01e-3,
-    t_sample_s: 0.0,
-    t_copy_s: 0.0,
-    noise_sigma: 0.0,
-};
+use crate::{request, run, workload};
 
 /// 200 requests of two tenants in a pool that is too small for them.
 fn crowd(seed: u64) -> (SimConfig, Workload) {
@@ -114,72 +70,6 @@ fn steps_that_are_planned_ahead_run_one_after_the_other() {
         tokens(&alone),
         "what was dropped ran, too"
     );
-}
-
-#[test]
-fn a_scenario_computed_by_hand() {
-    let settings = Settings {
-        max_num_seqs: 2,
-        max_num_batched_tokens: 4,
-        max_model_len: 64,
-        ..Settings::default()
-    };
-    let config = SimConfig {
-        keep_gaps: true,
-        ..SimConfig::new(settings, EXACT)
-    };
-    let requests = vec![
-        request(0, 3, 2),
-        request(2_000, 2, 1),
-        request(20_000, 1, 1),
-    ];
-    let outcome = run(&config, &workload(requests));
-
-    // 1: prefill of 3: 1 + 0.5 + 3 + 0.01 * 3 * 1.5 ms.
-    // 2: a decode at context 4, a prefill of 2: 1 + 2 * 0.5 + 3 + 0.1 * 4 + 0.01 * 2 * 1 ms.
-    // 3: a prompt of one token counts as a decode: 1 + 0.5 + 2 + 0.1 ms.
-    let lines: Vec<_> = outcome
-        .iterations
-        .iter()
-        .map(|line| {
-            (
-                line.start_us,
-                line.duration_us,
-                line.num_decodes,
-                line.prefill_tokens,
-            )
-        })
-        .collect();
-    let expected = [
-        (0, 4_545, 0, 3),
-        (4_545, 5_420, 1, 2),
-        (20_000, 3_600, 1, 0),
-    ];
-    assert_eq!(lines, expected);
-    let times: Vec<_> = outcome
-        .records
-        .iter()
-        .map(|record| {
-            (
-                record.first_scheduled_us,
-                record.first_token_us,
-                record.finished_us,
-            )
-        })
-        .collect();
-    let at = |a, b, c| (Some(a), Some(b), Some(c));
-    let expected = [
-        at(0, 4_545, 9_965),
-        at(4_545, 9_965, 9_965),
-        at(20_000, 23_600, 23_600),
-    ];
-    assert_eq!(times, expected);
-    let ends = outcome.records.iter().map(|record| record.outcome);
-    assert!(ends.eq([Outcome::Ended(Finish::Eos); 3]));
-    assert_eq!(outcome.gaps.len(), 1);
-    assert_eq!((outcome.gaps[0].request, outcome.gaps[0].us), (0, 5_420));
-    assert_eq!(outcome.records[0].max_gap_us, 5_420);
-    assert_eq!(outcome.end_us, 23_600);
 }
 
 #[test]
@@ -293,39 +183,6 @@ fn service_is_counted_once_whatever_is_computed_again() {
 }
 
 #[test]
-fn prompts_share_what_the_trace_says() {
-    let settings = Settings {
-        max_num_batched_tokens: 4_096,
-        ..Settings::default()
-    };
-    let config = SimConfig::new(settings, CostProfile::GPU_8B);
-    let sharing = |at: u64, prefix| SimRequest {
-        prefix,
-        ..request(at * 1_000_000, 1_300, 2)
-    };
-    let workload = Workload {
-        // Blocks of 512: 7 8 9, then 7 8 10, then 8 7 with a rest of its own, then nothing.
-        prefix_hashes: vec![7, 8, 9, 7, 8, 10, 8, 7],
-        prefix_block_tokens: 512,
-        ..workload(vec![
-            sharing(0, 0..3),
-            sharing(1, 3..6),
-            sharing(2, 6..8),
-            sharing(3, 0..0),
-            sharing(4, 0..3),
-        ])
-    };
-    let outcome = run(&config, &workload);
-    let cached: Vec<u32> = outcome
-        .records
-        .iter()
-        .map(|record| record.cached_tokens)
-        .collect();
-    // The last: all full blocks of 16.
-    assert_eq!(cached, [0, 1_024, 0, 0, 1_296]);
-}
-
-#[test]
 fn an_observer_sees_every_iteration_and_can_break_off() {
     let (config, workload) = crowd(1);
     let mut seen = Vec::new();
@@ -352,78 +209,6 @@ fn an_observer_sees_every_iteration_and_can_break_off() {
             .all(|record| record.outcome == Outcome::Unfinished)
             && !open.is_empty()
     );
-}
-
-#[test]
-fn capacity_is_the_rate_at_which_a_burst_is_served() {
-    let settings = Settings {
-        max_num_seqs: 1,
-        max_queued_requests: 1,
-        ..Settings::default()
-    };
-    let profile = CostProfile {
-        t_sample_s: 0.0,
-        t_copy_s: 0.0,
-        t0_s: 0.01,
-        t_seq_s: 0.0,
-        t_w_s: 0.0,
-        t_tok_s: 0.0,
-        t_ctx_s: 0.0,
-        t_pair_s: 0.0,
-        noise_sigma: 0.0,
-    };
-    let config = SimConfig::new(settings, profile);
-    // Two iterations each: 50 a second, though they come one a second and give up.
-    let requests = (0..5_000).map(|at| SimRequest {
-        abort_us: Some(1),
-        ..request(at * 1_000_000, 8, 2)
-    });
-    let rate = capacity(&config, &workload(requests.collect()), to_the_end);
-    let rate = rate.expect("a simulation that can be").expect("to the end");
-    assert!((rate - 50.0).abs() < 1e-9, "{rate}");
-}
-
-#[test]
-fn timers_fire_in_the_middle_of_a_step() {
-    let policy = Policy {
-        classes: vec![ClassSettings {
-            max_queue_time_us: Some(30_000),
-            ..ClassSettings::new("default")
-        }],
-        ..Policy::default()
-    };
-    let settings = Settings {
-        max_num_seqs: 1,
-        policy,
-        ..Settings::default()
-    };
-    let requests = vec![
-        request(0, 200, 1), // one step of more than 200 ms
-        SimRequest {
-            deadline_us: Some(20_000),
-            ..request(10_000, 8, 1)
-        },
-        request(12_000, 8, 1),
-    ];
-    let outcome = run(&SimConfig::new(settings, EXACT), &workload(requests));
-    assert!(outcome.iterations[0].duration_us > 200_000);
-    let ends: Vec<_> = outcome
-        .records
-        .iter()
-        .map(|record| (record.outcome.name(), record.finished_us))
-        .collect();
-    let first_end = Some(outcome.iterations[0].duration_us);
-    let expected = [
-        ("stop", first_end),
-        ("deadline_missed", Some(30_000)),
-        ("queue_timeout", Some(42_000)),
-    ];
-    assert_eq!(ends, expected);
-    let scheduled = outcome
-        .records
-        .iter()
-        .map(|record| record.first_scheduled_us);
-    assert!(scheduled.eq([Some(0), None, None]));
 }
 
 /// Policies that differ in one thing each.
@@ -521,49 +306,6 @@ fn fair_queuing_keeps_its_bound_at_every_iteration() {
     };
     let (fair, fcfs) = (gap(Sharing::Fair), gap(Sharing::Fcfs));
     assert!(0.0 < fair && 2.0 * fair < fcfs, "fair {fair}, fcfs {fcfs}");
-}
-
-#[test]
-fn what_cannot_be_simulated_is_refused() {
-    let config = SimConfig::new(Settings::default(), CostProfile::GPU_8B);
-    let refused = |config: &SimConfig, workload: &Workload| {
-        simulate(config, workload, to_the_end)
-            .expect_err("it cannot be")
-            .to_string()
-    };
-    let unsorted = workload(vec![request(5, 1, 1), request(4, 1, 1)]);
-    assert_eq!(
-        refused(&config, &unsorted),
-        "request 1 of the workload: arrival_us is 4; it must be not before the one ahead of it"
-    );
-    let silent = workload(vec![request(0, 1, 0)]);
-    assert_eq!(
-        refused(&config, &silent),
-        "request 0 of the workload: output_tokens is 0; it must be at least 1"
-    );
-    let stranger = workload(vec![SimRequest {
-        tenant: 2,
-        ..request(0, 1, 1)
-    }]);
-    assert_eq!(
-        refused(&config, &stranger),
-        "request 0 of the workload: tenant is 2; it must be below their number, 2"
-    );
-    let endless = SimConfig::new(
-        Settings::default(),
-        CostProfile {
-            t_tok_s: f64::NAN,
-            ..EXACT
-        },
-    );
-    let error = simulate(&endless, &workload(Vec::new()), to_the_end);
-    assert!(matches!(
-        error,
-        Err(SimError::Profile {
-            field: "t_tok_s",
-            ..
-        })
-    ));
 }
 
 /// The same crowd, whose blocks may go to the host, where a copied block takes so long.
