@@ -415,18 +415,23 @@ impl Sequence {
     pub(crate) fn advance(&mut self, num_tokens: u32, block_size: u32, prefix_caching: bool) {
         self.land(num_tokens);
         self.num_computed_tokens += num_tokens;
-        if !prefix_caching {
-            return;
+        let next_full = (self.num_published_blocks + 1) * block_size;
+        if prefix_caching && next_full <= self.num_computed_tokens {
+            self.publish_full_blocks(block_size);
         }
-        while (self.num_published_blocks + 1) * block_size <= self.num_computed_tokens {
-            let position = self.num_published_blocks as usize;
-            if self.chain.len() == position {
-                let full = ((self.num_published_blocks + 1) * block_size) as usize;
-                extend_chain(&mut self.chain, self.root, &self.tokens[..full], block_size);
-            }
+    }
+
+    #[inline(never)]
+    fn publish_full_blocks(&mut self, block_size: u32) {
+        let full = self.num_computed_tokens / block_size;
+        if self.chain.len() < full as usize {
+            let tokens = &self.tokens[..(full * block_size) as usize];
+            extend_chain(&mut self.chain, self.root, tokens, block_size);
+        }
+        for position in self.num_published_blocks as usize..full as usize {
             self.table.publish(position, self.chain[position]);
-            self.num_published_blocks += 1;
         }
+        self.num_published_blocks = full;
     }
 
     /// Gives blocks and rows back; what was computed is lost but for what the prefix cache keeps.
