@@ -86,22 +86,21 @@ pub(crate) struct Sequence {
     pub(crate) num_computed_tokens: u32,
     /// Tokens that the step being planned computes.
     pub(crate) num_scheduled_tokens: u32,
-    pub(crate) request: RequestKey,
+    pub(crate) num_prompt_tokens: u32,
+    /// Prompt tokens whose successor's log-probability is asked for, from the start: all but the last,
+    /// or none.
+    pub(crate) num_tokens_to_score: u32,
     /// How it is done while it stays until all of its batch are.
     pub(crate) finished: Option<Finish>,
 
     pub(crate) table: BlockTable,
     pub(crate) row: Option<Row>,
-    pub(crate) num_prompt_tokens: u32,
-    /// Prompt tokens whose successor's log-probability is asked for, from the start: all but the last,
-    /// or none.
-    pub(crate) num_tokens_to_score: u32,
+
     /// Tokens that the steps in flight compute, or copy from the host; that the one being planned copies,
     /// too.
     pub(crate) num_in_flight_tokens: u32,
     /// Full blocks, from the start, that the prefix cache was told of.
     pub(crate) num_published_blocks: u32,
-
     /// Tokens, from the start, whose computation its flow was charged for.
     pub(crate) num_charged_tokens: u32,
     /// The flow that pays for it.
@@ -128,14 +127,15 @@ pub(crate) struct Sequence {
     pub(crate) last_output: Time,
     /// Whose it is.
     pub(crate) payer: Payer,
-    /// When its first output was committed, once it has any.
-    pub(crate) first_output: Time,
+    pub(crate) request: RequestKey,
     pub(crate) arrival: Arrival,
     /// Charged ahead for output that has not come.
     pub(crate) prepaid_output: Units,
     /// Charged ahead for prompt tokens that have not run.
     pub(crate) prepaid: Units,
 
+    /// When its first output was committed, once it has any.
+    pub(crate) first_output: Time,
     /// Rows of the siblings that fork off at the first output.
     pub(crate) sibling_rows: Vec<Row>,
     /// Where the hash chain starts: the request's extras.

@@ -185,7 +185,7 @@ fn mark_as_sampled(sources: &mut Vec<u8>, at: usize) {
 }
 
 fn slot_of(sequence: &Sequence, position: u32, block_size: u32) -> i64 {
-    let block = sequence.table.blocks()[(position / block_size) as usize];
+    let block = sequence.table.block((position / block_size) as usize);
     i64::from(block.as_i32()) * i64::from(block_size) + i64::from(position % block_size)
 }
 
