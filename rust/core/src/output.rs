@@ -8,6 +8,55 @@ use std::ops::Range;
 
 use crate::request::{Finish, RequestId, RequestStats};
 
+/// A range of an array of a batch, in half the room of a `Range<usize>`: there is one event for each running
+/// sequence, and what is written for it is most of what a steady step writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct Span {
+    begin: u32,
+    end: u32,
+}
+
+impl Span {
+    /// The range, of which both ends are below 2^32: no batch of one iteration comes near that.
+    #[inline]
+    pub fn new(range: Range<usize>) -> Self {
+        debug_assert!(u32::try_from(range.end).is_ok(), "a batch is too large");
+        Self {
+            begin: range.start as u32,
+            end: range.end as u32,
+        }
+    }
+
+    /// To index the array with.
+    #[inline]
+    pub fn range(self) -> Range<usize> {
+        self.begin as usize..self.end as usize
+    }
+
+    /// The same where `by` entries stand before the array's own.
+    #[must_use]
+    pub fn shifted(self, by: usize) -> Self {
+        let shifted = |at: u32| {
+            u32::try_from(at as usize + by).expect("nobody leaves 2^32 entries of output unread")
+        };
+        Self {
+            begin: shifted(self.begin),
+            end: shifted(self.end),
+        }
+    }
+
+    /// Entries in it.
+    pub fn len(self) -> usize {
+        self.range().len()
+    }
+
+    /// Whether nothing is in it.
+    pub fn is_empty(self) -> bool {
+        self.range().is_empty()
+    }
+}
+
 /// One child's news: new tokens, their text, and how it ended if it did.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
@@ -17,11 +66,11 @@ pub struct Output {
     /// Which of its `n` answers.
     pub child: u32,
     /// Range of [`OutputBatch::token_ids`].
-    pub tokens: Range<usize>,
+    pub tokens: Span,
     /// Byte range of [`OutputBatch::text`]; held-back text makes it lag behind the tokens.
-    pub text: Range<usize>,
+    pub text: Span,
     /// Range of [`OutputBatch::logprobs`]; empty unless asked for.
-    pub logprobs: Range<usize>,
+    pub logprobs: Span,
     /// How the child ended, if it did.
     pub finish: Option<Finish>,
 }
@@ -47,7 +96,7 @@ pub enum Event {
         /// Prompt tokens told of, at least one.
         num_tokens: u32,
         /// Range of [`OutputBatch::logprobs`], as many entries for each token.
-        logprobs: Range<usize>,
+        logprobs: Span,
     },
     /// News of one child.
     Output(Output),
@@ -115,10 +164,26 @@ impl OutputBatch {
         self.events.push(Event::Output(Output {
             request,
             child,
-            tokens: begin.tokens..self.token_ids.len(),
-            text: begin.text..self.text.len(),
-            logprobs: begin.logprobs..self.logprobs.len(),
+            tokens: Span::new(begin.tokens..self.token_ids.len()),
+            text: Span::new(begin.text..self.text.len()),
+            logprobs: Span::new(begin.logprobs..self.logprobs.len()),
             finish,
+        }));
+    }
+
+    /// Tells the text of one token of an answer that goes on. The token is number `at`; it is appended
+    /// together with those that are told of after it.
+    #[inline]
+    pub(crate) fn tell_token(&mut self, request: RequestId, child: u32, at: usize, text: &str) {
+        let (begin, logprobs) = (self.text.len(), self.logprobs.len());
+        self.text.push_str(text);
+        self.events.push(Event::Output(Output {
+            request,
+            child,
+            tokens: Span::new(at..at + 1),
+            text: Span::new(begin..begin + text.len()),
+            logprobs: Span::new(logprobs..logprobs),
+            finish: None,
         }));
     }
 

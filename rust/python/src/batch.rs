@@ -1,10 +1,9 @@
 //! A delivery as Python sees it: flat arrays for who wants speed, one object per delta for who wants
 //! comfort. Neither is made before it is asked for, and deltas share the delivery's memory.
 
-use std::ops::Range;
 use std::sync::Arc;
 
-use chairlift_core::output::{Event, Output, TokenLogprob};
+use chairlift_core::output::{Event, Output, Span, TokenLogprob};
 use chairlift_core::request::{Finish, RequestStats, Time};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -103,7 +102,7 @@ impl OutputBatch {
     /// `[N, 2]` int64 range of `token_ids` of each delta.
     #[getter]
     fn token_ranges<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.array(py, ("int64", 2), |output| ends(&output.tokens))
+        self.array(py, ("int64", 2), |output| ends(output.tokens))
     }
 
     /// `[T]` uint32 tokens of all deltas.
@@ -115,7 +114,7 @@ impl OutputBatch {
     /// `[N, 2]` int64 range of `text` (in bytes of UTF-8) of each delta.
     #[getter]
     fn text_ranges<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.array(py, ("int64", 2), |output| ends(&output.text))
+        self.array(py, ("int64", 2), |output| ends(output.text))
     }
 
     /// UTF-8 text of all deltas.
@@ -172,7 +171,7 @@ impl OutputBatch {
                     num_tokens,
                     logprobs,
                 } => {
-                    let (tokens, values) = unzipped(&batch.logprobs[logprobs.clone()]);
+                    let (tokens, values) = unzipped(&batch.logprobs[logprobs.range()]);
                     Some((request.0, *num_tokens, tokens, values))
                 }
                 _ => None,
@@ -236,14 +235,14 @@ impl Delta {
     fn token_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         PyList::new(
             py,
-            &self.shared.delivery.batch.token_ids[self.output().tokens.clone()],
+            &self.shared.delivery.batch.token_ids[self.output().tokens.range()],
         )
     }
 
     /// New text; it may lag behind the tokens.
     #[getter]
     fn text(&self) -> &str {
-        &self.shared.delivery.batch.text[self.output().text.clone()]
+        &self.shared.delivery.batch.text[self.output().text.range()]
     }
 
     /// `stop`, `length`, `abort` or `error`, if this is the answer's end; of a request that was given
@@ -310,7 +309,7 @@ impl Delta {
     /// Candidates and their log-probabilities, flat: for each token the sampled one, then the best.
     #[getter]
     fn logprobs(&self) -> Option<(Vec<u32>, Vec<f32>)> {
-        let entries = &self.shared.delivery.batch.logprobs[self.output().logprobs.clone()];
+        let entries = &self.shared.delivery.batch.logprobs[self.output().logprobs.range()];
         if entries.is_empty() {
             return None;
         }
@@ -423,6 +422,7 @@ fn finish_code(finish: Option<Finish>) -> u8 {
     }
 }
 
-fn ends(range: &Range<usize>) -> [i64; 2] {
+fn ends(span: Span) -> [i64; 2] {
+    let range = span.range();
     [range.start as i64, range.end as i64]
 }

@@ -66,9 +66,9 @@ impl Delivery {
         into.events
             .extend(other.batch.events.drain(..).map(|event| match event {
                 Event::Output(mut output) => {
-                    output.tokens = shifted(&output.tokens, tokens);
-                    output.text = shifted(&output.text, text);
-                    output.logprobs = shifted(&output.logprobs, logprobs);
+                    output.tokens = output.tokens.shifted(tokens);
+                    output.text = output.text.shifted(text);
+                    output.logprobs = output.logprobs.shifted(logprobs);
                     Event::Output(output)
                 }
                 Event::PromptLogprobs {
@@ -78,7 +78,7 @@ impl Delivery {
                 } => Event::PromptLogprobs {
                     request,
                     num_tokens,
-                    logprobs: shifted(&range, logprobs),
+                    logprobs: range.shifted(logprobs),
                 },
                 other @ (Event::Scheduled { .. } | Event::Ended { .. }) => other,
             }));
@@ -87,15 +87,11 @@ impl Delivery {
         into.logprobs.append(&mut other.batch.logprobs);
         let failures = other.failures.drain(..);
         self.failures
-            .extend(failures.map(|(range, why)| (shifted(&range, events), why)));
+            .extend(failures.map(|(range, why)| (range.start + events..range.end + events, why)));
         self.iterations += other.iterations;
         self.answers.append(&mut other.answers);
         other.clear();
     }
-}
-
-fn shifted(range: &Range<usize>, by: usize) -> Range<usize> {
-    range.start + by..range.end + by
 }
 
 /// Whether the engine still serves.

@@ -10,57 +10,77 @@ use slab::Slab;
 
 use crate::config::Vocabulary;
 use crate::iteration::charge::Computed;
-use crate::iteration::commit::{Applied, Commit};
+use crate::iteration::commit::{Applied, Commit, STATUS_OK};
 use crate::iteration::flight::Part;
-use crate::iteration::ledger::Entry;
+use crate::iteration::ledger::{Entry, Ledger};
 use crate::iteration::sequence::Sequence;
-use crate::iteration::tally::Payer;
+use crate::iteration::tally::{Payer, Tally};
 use crate::output::OutputBatch;
+use crate::predict::iteration_time::StepShares;
 use crate::request::{Finish, SequenceKey};
 use crate::text::TextState;
 
 impl Commit<'_> {
-    /// Applies what the step did for a sequence if it is a decode that goes on with an ordinary token;
-    /// false, and nothing has changed, if it is not. Each sample of the step has one token, and no
-    /// log-probabilities.
-    #[inline]
-    pub(crate) fn go_on(&mut self, part: &Part, sample: usize, step_ns: u64) -> bool {
-        let ledger = &mut *self.ledger;
-        let sequence = &mut ledger.sequences[part.sequence.0];
-        if !sequence.goes_on_after(part) {
-            return false;
-        }
-        let token = self.results.token_ids[sample];
-        let stops = sequence.ending.stops_at_tokens()
-            && find_stop_token(sequence, token, &ledger.requests, self.vocabulary).is_some();
-        if stops {
-            return false;
-        }
-        let Some(text) = self.vocabulary.tokens.plain_text(token) else {
-            return false;
-        };
-        let (prices, flows) = (&ledger.prices, ledger.queue.flows_mut());
+    /// Applies what the step did for decodes, from the first on, as long as they go on with an ordinary
+    /// token; how many those are. Each sample of the step has one token, and no log-probabilities.
+    pub(crate) fn go_on(
+        &mut self,
+        decodes: &[Part],
+        statuses: &[u8],
+        tokens: &[u32],
+        shares: &StepShares,
+        tally: &mut Tally,
+    ) -> usize {
+        let Ledger {
+            sequences,
+            requests,
+            queue,
+            prices,
+            deferred,
+            tenants,
+            outputs,
+            ..
+        } = &mut *self.ledger;
+        let flows = queue.flows_mut();
+        let has_rates = tenants.any_has_rate();
+        let prices = *prices;
         let (block_size, caching) = (self.limits.block_size(), self.limits.prefix_caching());
-        sequence.advance(part.num_tokens, block_size, caching);
-        let computed = Computed {
-            num_tokens: part.num_tokens,
-            end: sequence.num_computed_tokens,
-            step_ns,
-        };
-        prices.charge_computed(sequence, computed, flows);
-        let outputs = &mut ledger.outputs;
-        let begin = outputs.mark();
-        sequence.push(token);
-        outputs.token_ids.push(token);
-        outputs.text.push_str(text);
-        outputs.tell(sequence.id, sequence.arrival.child, begin, None);
-        sequence.last_output = self.now;
-        prices.charge_output(sequence, 1, &mut ledger.deferred);
-        if ledger.tenants.any_has_rate() {
-            let tenant = ledger.tenants.get_mut(sequence.payer.tenant);
-            tenant.use_tokens(self.now, 1);
+        let now = self.now;
+        let begin = outputs.token_ids.len();
+        let mut count = 0;
+        for ((part, &status), &token) in decodes.iter().zip(statuses).zip(tokens) {
+            let sequence = &mut sequences[part.sequence.0];
+            if status != STATUS_OK || !sequence.goes_on_after(part) {
+                break;
+            }
+            let stops = sequence.ending.stops_at_tokens()
+                && find_stop_token(sequence, token, requests, self.vocabulary).is_some();
+            if stops {
+                break;
+            }
+            let Some(text) = self.vocabulary.tokens.plain_text(token) else {
+                break;
+            };
+            sequence.advance(1, block_size, caching);
+            let computed = Computed {
+                num_tokens: 1,
+                end: sequence.num_computed_tokens,
+                step_ns: shares.decode_ns(sequence.num_computed_tokens, 1),
+            };
+            prices.charge_computed(sequence, computed, flows);
+            sequence.push(token);
+            outputs.tell_token(sequence.id, sequence.arrival.child, begin + count, text);
+            let gap_us = now.since_us(sequence.last_output);
+            sequence.last_output = now;
+            prices.charge_output(sequence, 1, deferred);
+            tally.add(sequence.payer, computed.step_ns, 1, Some(gap_us));
+            if has_rates {
+                tenants.get_mut(sequence.payer.tenant).use_tokens(now, 1);
+            }
+            count += 1;
         }
-        true
+        outputs.token_ids.extend_from_slice(&tokens[..count]);
+        count
     }
 
     /// Appends the first sample to the sequence and the others to siblings that are born by it.

@@ -21,7 +21,7 @@ use crate::iteration::lane::Lane;
 use crate::iteration::ledger::Ledger;
 use crate::iteration::tier::land_copies;
 use crate::metrics::Beat;
-use crate::output::{Event, TokenLogprob};
+use crate::output::{Event, Span, TokenLogprob};
 use crate::predict::iteration_time::StepShares;
 use crate::request::{Finish, SequenceKey, Time};
 
@@ -83,34 +83,33 @@ impl Commit<'_> {
         let one_token_each = results.token_ids.len() == step.num_samples;
         let are_ordinary = one_token_each && results.logprobs.is_empty();
         let mut cut = Cut::default();
-        let mut statuses = results.statuses.iter();
         let mut ended = false;
-        for (parts, are_decodes) in [(&step.decodes, true), (&step.chunks, false)] {
-            for (part, &status) in parts.iter().zip(statuses.by_ref()) {
-                let sequence = &self.ledger.sequences[part.sequence.0];
-                let before = sequence.num_computed_tokens;
-                let step_ns = nearest(if are_decodes {
-                    shares.decode(before + 1, part.num_samples)
-                } else {
-                    shares.chunk(before, part.num_tokens, part.num_samples)
-                });
-                let payer = sequence.payer;
-                let has_output = sequence.num_output_tokens() > 0;
-                let gap_us = self.now.since_us(sequence.last_output);
-                let is_ordinary = are_ordinary && status == STATUS_OK;
-                if is_ordinary && self.go_on(part, cut.samples, step_ns) {
-                    tally.add(payer, step_ns, 1, Some(gap_us));
-                } else {
-                    let Applied {
-                        num_outputs,
-                        ended: has_ended,
-                    } = self.apply(part, status, step_ns, cut);
-                    ended |= has_ended;
-                    let gap_us = (has_output && num_outputs > 0).then_some(gap_us);
-                    tally.add(payer, step_ns, num_outputs, gap_us);
-                }
-                cut.skip(part);
+        let mut at = 0;
+        while at < step.num_sequences() {
+            if are_ordinary && at < step.decodes.len() {
+                let tokens = &results.token_ids[cut.samples..];
+                let statuses = &results.statuses[at..];
+                let count = self.go_on(&step.decodes[at..], statuses, tokens, &shares, &mut tally);
+                at += count;
+                cut.samples += count;
             }
+            let Some(part) = step.part(at) else { break };
+            let sequence = &self.ledger.sequences[part.sequence.0];
+            let before = sequence.num_computed_tokens;
+            let step_ns = if at < step.decodes.len() {
+                shares.decode_ns(before + 1, part.num_samples)
+            } else {
+                shares.chunk_ns(before, part.num_tokens, part.num_samples)
+            };
+            let payer = sequence.payer;
+            let has_output = sequence.num_output_tokens() > 0;
+            let gap_us = self.now.since_us(sequence.last_output);
+            let applied = self.apply(part, results.statuses[at], step_ns, cut);
+            ended |= applied.ended;
+            let gap_us = (has_output && applied.num_outputs > 0).then_some(gap_us);
+            tally.add(payer, step_ns, applied.num_outputs, gap_us);
+            cut.skip(part);
+            at += 1;
         }
         tally.settle(self.ledger);
         self.lane.tally = tally;
@@ -271,7 +270,7 @@ impl Commit<'_> {
         outputs.events.push(Event::PromptLogprobs {
             request: self.ledger.requests[request].request.id,
             num_tokens,
-            logprobs: begin..outputs.logprobs.len(),
+            logprobs: Span::new(begin..outputs.logprobs.len()),
         });
     }
 }
@@ -319,12 +318,6 @@ impl StepResults {
         let [begin, end] = [scores.start, scores.end].map(|at| self.prompt_logprob_offsets[at]);
         begin as usize..end as usize
     }
-}
-
-/// The nearest whole number of nanoseconds, which are not negative. `f64::round` would be a call, and the
-/// conversion to an unsigned number takes several times the instructions.
-fn nearest(nanoseconds: f64) -> u64 {
-    (nanoseconds + 0.5) as i64 as u64
 }
 
 fn check_length(array: &'static str, got: usize, expected: usize) -> Result<(), CommitError> {

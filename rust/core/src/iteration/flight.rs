@@ -54,6 +54,8 @@ pub(crate) struct Step {
     pub(crate) gap_us: Option<u64>,
     /// Prompt tokens that it scores.
     pub(crate) num_scores: usize,
+    /// Tokens that its sequences have left to compute before their next outputs.
+    pub(crate) num_left_tokens: u64,
     /// One query token each: decodes, and prefill chunks of one token.
     pub(crate) decodes: Vec<Part>,
     /// Prefill chunks of more than one token.
@@ -78,6 +80,7 @@ impl Step {
         self.chunks.clear();
         self.copies.clear();
         self.num_padded = 0;
+        self.num_left_tokens = 0;
     }
 
     /// Adds a sequence with its next token, the last before its next output.
@@ -100,6 +103,7 @@ impl Step {
             num_samples: 0,
             num_scores: 0,
         };
+        self.num_left_tokens += u64::from(num_left_tokens);
         if num_tokens == 1 {
             self.decodes.push(part);
         } else {
@@ -112,11 +116,19 @@ impl Step {
         self.decodes.retain(|part| part.sequence != sequence);
         self.chunks.retain(|part| part.sequence != sequence);
         self.copies.retain(|&(key, _)| key != sequence);
+        let left = self.parts().map(|part| u64::from(part.num_left_tokens));
+        self.num_left_tokens = left.sum();
     }
 
     /// Its parts, in the order of the plan.
     pub(crate) fn parts(&self) -> impl Iterator<Item = &Part> {
         self.decodes.iter().chain(&self.chunks)
+    }
+
+    /// The part at this place of the plan, if there are as many.
+    pub(crate) fn part(&self, at: usize) -> Option<&Part> {
+        let chunk = at.wrapping_sub(self.decodes.len());
+        self.decodes.get(at).or_else(|| self.chunks.get(chunk))
     }
 
     /// Tokens that its sequences have when it has landed: computed, and copied from the host. A sequence

@@ -14,7 +14,7 @@ use crate::iteration::charge::{Deferred, Prices};
 use crate::iteration::lane::Lane;
 use crate::iteration::sequence::{RequestKey, Sequence};
 use crate::metrics::{GroupMetrics, IterationMetrics, Metrics, PaceBook};
-use crate::output::{Event, Output, OutputBatch};
+use crate::output::{Event, Output, OutputBatch, Span};
 use crate::predict::output_length::LengthBelief;
 use crate::predict::overflow::OverflowControl;
 use crate::request::{EndKind, Finish, Request, RequestId, SequenceKey, Time};
@@ -218,9 +218,9 @@ impl Ledger {
         self.outputs.events.push(Event::Output(Output {
             request: self.requests[key.0].request.id,
             child,
-            tokens: tokens..tokens,
-            text: text..self.outputs.text.len(),
-            logprobs: logprobs..logprobs,
+            tokens: Span::new(tokens..tokens),
+            text: Span::new(text..self.outputs.text.len()),
+            logprobs: Span::new(logprobs..logprobs),
             finish: Some(finish),
         }));
     }

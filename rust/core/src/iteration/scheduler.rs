@@ -270,9 +270,8 @@ impl Scheduler<'_> {
         let step = &self.lane.step;
         if step.num_sequences() == self.lane.running.len() && !self.lane.running.has_below(0) {
             // Nobody is left out, and what the highest level holds is nobody's to take.
-            let left = step.parts().map(|part| u64::from(part.num_left_tokens));
-            at_work[0].prefill_tokens = left.sum();
-            return at_work[0].prefill_tokens;
+            at_work[0].prefill_tokens = step.num_left_tokens;
+            return step.num_left_tokens;
         }
         let mut prefill_backlog = 0;
         for key in self.lane.running.iter() {

@@ -86,22 +86,21 @@ pub(crate) struct Sequence {
     pub(crate) num_computed_tokens: u32,
     /// Tokens that the step being planned computes.
     pub(crate) num_scheduled_tokens: u32,
-    pub(crate) request: RequestKey,
+    pub(crate) num_prompt_tokens: u32,
+    /// Prompt tokens whose successor's log-probability is asked for, from the start: all but the last,
+    /// or none.
+    pub(crate) num_tokens_to_score: u32,
     /// How it is done while it stays until all of its batch are.
     pub(crate) finished: Option<Finish>,
 
     pub(crate) table: BlockTable,
     pub(crate) row: Option<Row>,
-    pub(crate) num_prompt_tokens: u32,
-    /// Prompt tokens whose successor's log-probability is asked for, from the start: all but the last,
-    /// or none.
-    pub(crate) num_tokens_to_score: u32,
+
     /// Tokens that the steps in flight compute, or copy from the host; that the one being planned copies,
     /// too.
     pub(crate) num_in_flight_tokens: u32,
     /// Full blocks, from the start, that the prefix cache was told of.
     pub(crate) num_published_blocks: u32,
-
     /// Tokens, from the start, whose computation its flow was charged for.
     pub(crate) num_charged_tokens: u32,
     /// The flow that pays for it.
@@ -128,14 +127,15 @@ pub(crate) struct Sequence {
     pub(crate) last_output: Time,
     /// Whose it is.
     pub(crate) payer: Payer,
-    /// When its first output was committed, once it has any.
-    pub(crate) first_output: Time,
+    pub(crate) request: RequestKey,
     pub(crate) arrival: Arrival,
     /// Charged ahead for output that has not come.
     pub(crate) prepaid_output: Units,
     /// Charged ahead for prompt tokens that have not run.
     pub(crate) prepaid: Units,
 
+    /// When its first output was committed, once it has any.
+    pub(crate) first_output: Time,
     /// Rows of the siblings that fork off at the first output.
     pub(crate) sibling_rows: Vec<Row>,
     /// Where the hash chain starts: the request's extras.
@@ -415,18 +415,23 @@ impl Sequence {
     pub(crate) fn advance(&mut self, num_tokens: u32, block_size: u32, prefix_caching: bool) {
         self.land(num_tokens);
         self.num_computed_tokens += num_tokens;
-        if !prefix_caching {
-            return;
+        let next_full = (self.num_published_blocks + 1) * block_size;
+        if prefix_caching && next_full <= self.num_computed_tokens {
+            self.publish_full_blocks(block_size);
         }
-        while (self.num_published_blocks + 1) * block_size <= self.num_computed_tokens {
-            let position = self.num_published_blocks as usize;
-            if self.chain.len() == position {
-                let full = ((self.num_published_blocks + 1) * block_size) as usize;
-                extend_chain(&mut self.chain, self.root, &self.tokens[..full], block_size);
-            }
+    }
+
+    #[inline(never)]
+    fn publish_full_blocks(&mut self, block_size: u32) {
+        let full = self.num_computed_tokens / block_size;
+        if self.chain.len() < full as usize {
+            let tokens = &self.tokens[..(full * block_size) as usize];
+            extend_chain(&mut self.chain, self.root, tokens, block_size);
+        }
+        for position in self.num_published_blocks as usize..full as usize {
             self.table.publish(position, self.chain[position]);
-            self.num_published_blocks += 1;
         }
+        self.num_published_blocks = full;
     }
 
     /// Gives blocks and rows back; what was computed is lost but for what the prefix cache keeps.

@@ -45,7 +45,9 @@ impl Tally {
             && run.payer == payer
             && (gaps == 0 || run.gaps == 0 || run.gap_us == gap_us)
         {
-            run.gap_us = run.gap_us.max(gap_us);
+            if gaps > 0 {
+                run.gap_us = gap_us;
+            }
             run.gaps += gaps;
             run.device_ns += device_ns;
             run.outputs += outputs;

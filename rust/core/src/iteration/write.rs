@@ -110,14 +110,14 @@ pub(crate) fn write_decodes(
         let sequence = &mut sequences[part.sequence.0];
         debug_assert_eq!(sequence.num_scheduled_tokens, 1);
         let position = sequence.num_planned_tokens();
+        launch(part, sequence);
+        are_plain &= part.num_samples == 1 && part.num_scores == 0;
         *row = row_of(sequence);
         *seq_len = position as i32 + 1;
         *token = token_of(sequence, position, at, &mut plan.token_sources);
         *slot = slot_of(sequence, position, block_size);
         *output_index = output_index_after(*seq_len, sequence);
         plan.tables.add(&mut tables, &sequence.table);
-        launch(part, sequence);
-        are_plain &= part.num_samples == 1 && part.num_scores == 0;
     }
     let last = plan.seq_lens.iter().map(|&seq_len| seq_len - 1);
     plan.positions.extend(last);
@@ -185,7 +185,7 @@ fn mark_as_sampled(sources: &mut Vec<u8>, at: usize) {
 }
 
 fn slot_of(sequence: &Sequence, position: u32, block_size: u32) -> i64 {
-    let block = sequence.table.blocks()[(position / block_size) as usize];
+    let block = sequence.table.block((position / block_size) as usize);
     i64::from(block.as_i32()) * i64::from(block_size) + i64::from(position % block_size)
 }
 

@@ -10,7 +10,7 @@ use bytemuck::cast_slice;
 use twox_hash::XxHash3_64;
 
 use crate::iteration::plan::{RowResets, StepPlan};
-use crate::output::{Event, Output, OutputBatch};
+use crate::output::{Event, Output, OutputBatch, Span};
 
 /// Arrays of a plan.
 const FIELDS: usize = 29;
@@ -211,8 +211,11 @@ pub(crate) fn is_common(event: &Event) -> bool {
 
 /// The common event, of which there is one for each running sequence: mixed word by word.
 fn digest_output(output: &Output) -> u64 {
-    let pack = |range: &std::ops::Range<usize>| (range.start as u64) << 32 | range.end as u64;
+    let pack = |span: Span| {
+        let range = span.range();
+        (range.start as u64) << 32 | range.end as u64
+    };
     let who = output.request.0.wrapping_mul(K1) ^ u64::from(output.child);
-    let said = pack(&output.tokens).wrapping_mul(K2) ^ pack(&output.text).wrapping_mul(K3);
-    who ^ said.rotate_left(17) ^ pack(&output.logprobs).wrapping_mul(K1).rotate_left(40)
+    let said = pack(output.tokens).wrapping_mul(K2) ^ pack(output.text).wrapping_mul(K3);
+    who ^ said.rotate_left(17) ^ pack(output.logprobs).wrapping_mul(K1).rotate_left(40)
 }

@@ -403,7 +403,7 @@ impl Harness {
                 } => {
                     let client = self.clients.get_mut(request).expect("a client");
                     assert!(client.answers[0].tokens.is_empty(), "{request}: too late");
-                    client.check_scores(*num_tokens as usize, &batch.logprobs[logprobs.clone()]);
+                    client.check_scores(*num_tokens as usize, &batch.logprobs[logprobs.range()]);
                 }
                 Event::Output(output) => {
                     let client = self.clients.get_mut(&output.request).expect("a client");
@@ -416,7 +416,7 @@ impl Harness {
                     let answer = &mut client.answers[output.child as usize];
                     assert_eq!(answer.finish, None, "{} ended twice", output.request);
                     let mut logprobs = Vec::new();
-                    for &token in &batch.token_ids[output.tokens.clone()] {
+                    for &token in &batch.token_ids[output.tokens.range()] {
                         let mut history = client.request.prompt.clone();
                         history.extend(&answer.tokens);
                         let expected = next_token(&history, output.child, self.settings.vocab_size);
@@ -426,8 +426,8 @@ impl Harness {
                         }
                         answer.tokens.push(token);
                     }
-                    assert_eq!(batch.logprobs[output.logprobs.clone()], logprobs);
-                    answer.text.push_str(&batch.text[output.text.clone()]);
+                    assert_eq!(batch.logprobs[output.logprobs.range()], logprobs);
+                    answer.text.push_str(&batch.text[output.text.range()]);
                     answer.finish = output.finish;
                     check_text(&client.request, answer);
                 }

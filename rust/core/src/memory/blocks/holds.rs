@@ -8,6 +8,8 @@ pub struct BlockTable {
     pool: BlockPool,
     blocks: Vec<BlockId>,
     stamp: u64,
+    /// The last of `blocks`; of no meaning without any.
+    last: BlockId,
 }
 
 impl BlockTable {
@@ -18,12 +20,22 @@ impl BlockTable {
             pool,
             blocks: Vec::new(),
             stamp,
+            last: BlockId::NONE,
         }
     }
 
     /// The blocks, in order of position.
     pub fn blocks(&self) -> &[BlockId] {
         &self.blocks
+    }
+
+    /// The block at `position`; the last one, all that a decode needs, is at hand.
+    pub fn block(&self, position: usize) -> BlockId {
+        if position + 1 == self.blocks.len() {
+            self.last
+        } else {
+            self.blocks[position]
+        }
     }
 
     /// Tells what it has: a table that bears the same stamp again has the same blocks, and perhaps more
@@ -47,6 +59,7 @@ impl BlockTable {
         }
         let fresh = (0..count).map_while(|_| take(&mut tiers, &self.pool, copies));
         self.blocks.extend(fresh);
+        self.last = self.blocks.last().copied().unwrap_or(BlockId::NONE);
         Ok(())
     }
 
@@ -60,6 +73,7 @@ impl BlockTable {
             };
             device.hold(block, |block| &mut block.tables);
             self.blocks.push(block);
+            self.last = block;
         }
     }
 
@@ -94,6 +108,7 @@ impl BlockTable {
             pool: self.pool.clone(),
             blocks,
             stamp: tiers.stamp(),
+            last: self.last,
         }
     }
 
@@ -131,6 +146,7 @@ impl BlockTable {
         }
         let fresh = (0..count).map_while(|_| take(&mut tiers, &self.pool, copies));
         self.blocks.extend(fresh);
+        self.last = self.blocks.last().copied().unwrap_or(BlockId::NONE);
         Ok(())
     }
 

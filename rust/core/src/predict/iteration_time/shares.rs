@@ -51,11 +51,27 @@ impl StepShares {
         self.sequence + self.token + own
     }
 
+    /// The same in nanoseconds, if that is the unit, rounded.
+    pub fn decode_ns(&self, context: u32, samples: u32) -> u64 {
+        nearest(self.decode(context, samples))
+    }
+
     /// Of a prefill chunk after `before` tokens.
     pub fn chunk(&self, before: u32, chunk: u32, samples: u32) -> f64 {
         let own = self.pair * pairs(before, chunk) + self.sample * f64::from(samples);
         self.sequence + self.token * f64::from(chunk) + own
     }
+
+    /// The same in nanoseconds, if that is the unit, rounded.
+    pub fn chunk_ns(&self, before: u32, chunk: u32, samples: u32) -> u64 {
+        nearest(self.chunk(before, chunk, samples))
+    }
+}
+
+/// The nearest whole number of nanoseconds, which are not negative. `f64::round` would be a call, and the
+/// conversion to an unsigned number takes several times the instructions.
+fn nearest(nanoseconds: f64) -> u64 {
+    (nanoseconds + 0.5) as i64 as u64
 }
 
 #[cfg(test)]
