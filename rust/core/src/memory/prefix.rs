@@ -219,6 +219,11 @@ impl PrefixCache {
         Some((block, hash))
     }
 
+    /// Whether `block` is found by the content that it was inserted with; for invariant checks.
+    pub(super) fn finds(&self, block: BlockId) -> bool {
+        self.find(self.entries[block.index()].hash) == Some(block)
+    }
+
     /// Findable blocks, used or not; for invariant checks.
     pub(super) fn len(&self) -> usize {
         self.num_findable

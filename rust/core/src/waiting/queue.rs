@@ -149,7 +149,7 @@ struct Level {
     returning: BTreeMap<Arrival, (SequenceKey, Work)>,
     /// Fresh requests by number, those of best effort that were set aside too; the newest may be shed
     /// first.
-    fresh: BTreeMap<u64, SequenceKey>,
+    fresh: OrderTree,
     /// All fresh requests in one order, where siblings share first come, first served.
     merged: OrderTree,
     work: Work,
@@ -186,7 +186,7 @@ impl WaitingQueue {
             tier,
             root: flows.add_root(),
             returning: BTreeMap::new(),
-            fresh: BTreeMap::new(),
+            fresh: OrderTree::default(),
             merged: OrderTree::default(),
             work: Work::default(),
         };
@@ -308,9 +308,7 @@ impl WaitingQueue {
     fn stand(&mut self, fresh: &Fresh) {
         match fresh.standing {
             Standing::Flow => {
-                let level = &mut self.levels[fresh.level];
-                level.fresh.insert(fresh.key.number, fresh.sequence);
-                level.work.add(fresh.work);
+                self.enter_level(fresh.level, fresh);
                 self.enter_flow(fresh);
             }
             Standing::Promoted => {
@@ -320,14 +318,27 @@ impl WaitingQueue {
                 }
             }
             Standing::BestEffort => {
-                let last = self.levels.last_mut().expect("best effort is a level");
-                last.work.add(fresh.work);
-                last.fresh.insert(fresh.key.number, fresh.sequence);
+                self.enter_level(self.levels.len() - 1, fresh);
                 if !fresh.is_aside {
                     self.best_effort.insert(fresh.key.number, fresh.sequence);
                 }
             }
         }
+    }
+
+    fn enter_level(&mut self, index: usize, fresh: &Fresh) {
+        let level = &mut self.levels[index];
+        level.work.add(fresh.work);
+        let key = OrderKey::by_number(fresh.key.number);
+        self.orders.insert(&mut level.fresh, key, fresh.sequence, 0);
+    }
+
+    fn leave_level(&mut self, index: usize, fresh: &Fresh) {
+        let level = &mut self.levels[index];
+        level.work.remove(fresh.work);
+        let key = OrderKey::by_number(fresh.key.number);
+        let removed = self.orders.remove(&mut level.fresh, key);
+        debug_assert!(removed, "not in its level");
     }
 
     fn enter_flow(&mut self, fresh: &Fresh) {
@@ -377,9 +388,7 @@ impl WaitingQueue {
     fn leave(&mut self, fresh: &Fresh) {
         match fresh.standing {
             Standing::Flow => {
-                let level = &mut self.levels[fresh.level];
-                level.fresh.remove(&fresh.key.number);
-                level.work.remove(fresh.work);
+                self.leave_level(fresh.level, fresh);
                 self.leave_flow(fresh);
             }
             Standing::Promoted => {
@@ -387,9 +396,7 @@ impl WaitingQueue {
                 self.promoted_work.remove(fresh.work);
             }
             Standing::BestEffort => {
-                let last = self.levels.last_mut().expect("best effort is a level");
-                last.fresh.remove(&fresh.key.number);
-                last.work.remove(fresh.work);
+                self.leave_level(self.levels.len() - 1, fresh);
                 self.best_effort.remove(&fresh.key.number);
             }
         }
@@ -523,7 +530,8 @@ impl WaitingQueue {
     /// and the newest of it first.
     pub fn least_important(&self, from: usize) -> impl Iterator<Item = SequenceKey> {
         let levels = self.levels[from..].iter().rev();
-        levels.flat_map(|level| level.fresh.values().rev()).copied()
+        let newest_first = levels.flat_map(|level| self.orders.iter_back(level.fresh));
+        newest_first.map(|(_, key)| key)
     }
 
     /// What waits of those that were promised to be promoted.
@@ -534,10 +542,14 @@ impl WaitingQueue {
     /// The oldest fresh request that waits and was not set aside.
     fn oldest_fresh(&self) -> Option<(u64, SequenceKey)> {
         let flows = &self.levels[..self.levels.len() - 1];
-        let fresh = flows.iter().map(|level| &level.fresh);
-        let all = fresh.chain([&self.promoted, &self.best_effort]);
-        all.filter_map(|those| those.first_key_value())
-            .map(|(&number, &key)| (number, key))
+        let fresh = flows.iter().map(|level| self.orders.first(level.fresh));
+        let fresh = fresh
+            .flatten()
+            .map(|(key, sequence)| (key.number, sequence));
+        let others = [&self.promoted, &self.best_effort].into_iter();
+        let others = others.filter_map(|those| those.first_key_value());
+        fresh
+            .chain(others.map(|(&number, &key)| (number, key)))
             .min_by_key(|&(number, _)| number)
     }
 

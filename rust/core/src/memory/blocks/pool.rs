@@ -3,7 +3,7 @@
 use super::super::prefix::{BlockHash, PrefixCache};
 use super::{BlockId, PoolUsage};
 
-/// Who uses a block, and what is in it.
+/// Who uses a block, and whether it can be found. Small, for blocks come and go at random.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Block {
     /// Table entries that name it.
@@ -12,7 +12,8 @@ pub(super) struct Block {
     pub(super) copies_from: u32,
     /// Copies that write it.
     pub(super) copies_to: u32,
-    pub(super) hash: Option<BlockHash>,
+    /// It is findable by its content; the cache knows by which.
+    is_findable: bool,
 }
 
 impl Block {
@@ -68,7 +69,7 @@ impl Pool {
             return Some((block, None));
         }
         let (block, evicted) = self.cache.evict()?;
-        self.block(block).hash = None;
+        self.block(block).is_findable = false;
         Some((block, Some(evicted)))
     }
 
@@ -85,9 +86,10 @@ impl Pool {
         let entry = &mut self.blocks[block.index()];
         *count(entry) -= 1;
         if !entry.is_used() {
-            match entry.hash {
-                Some(_) => self.cache.park(block),
-                None => self.free.push(block),
+            if entry.is_findable {
+                self.cache.park(block);
+            } else {
+                self.free.push(block);
             }
         }
     }
@@ -106,8 +108,8 @@ impl Pool {
 
     /// Makes a used block findable by its content, unless it is already, or another one is by this.
     pub(super) fn publish(&mut self, block: BlockId, hash: BlockHash) {
-        if self.block(block).hash.is_none() && self.cache.insert(hash, block) {
-            self.block(block).hash = Some(hash);
+        if !self.block(block).is_findable {
+            self.block(block).is_findable = self.cache.insert(hash, block);
         }
     }
 
@@ -129,16 +131,16 @@ impl Pool {
                     "block {id} counts {counts:?}, but {held:?} hold it"
                 ));
             }
-            match (block.is_used(), block.hash.is_some(), in_free[id]) {
+            match (block.is_used(), block.is_findable, in_free[id]) {
                 (true, _, false) => counted.used += 1,
                 (false, true, false) => counted.cached += 1,
                 (false, false, true) => counted.free += 1,
                 state => return Err(format!("block {id} is in two states: {state:?}")),
             }
-            if let Some(hash) = block.hash {
+            if block.is_findable {
                 findable += 1;
-                if self.find(hash).map(BlockId::index) != Some(id) {
-                    return Err(format!("block {id} has a hash but is not found by it"));
+                if !self.cache.finds(BlockId(id as u32)) {
+                    return Err(format!("block {id} is not found by its content"));
                 }
             }
         }
