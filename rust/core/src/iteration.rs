@@ -13,6 +13,7 @@ pub mod join;
 pub(crate) mod lane;
 pub(crate) mod ledger;
 pub(crate) mod lengths;
+pub(crate) mod newcomers;
 pub(crate) mod outlook;
 pub mod plan;
 pub(crate) mod preempt;

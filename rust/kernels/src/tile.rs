@@ -25,7 +25,7 @@ use crate::prologue::HeadTransform;
 use crate::scratch::{Scratch, padded};
 use crate::simd::{MAX_LANES, exp2, fma};
 use pack::TileRows;
-use rows::{ROWS, Step, score_rows, sum_rows, weigh_rows};
+use rows::{ROWS, Step, SumRows, WeighRows};
 
 /// Key positions that are packed and scored together.
 pub const TILE: usize = 64;
@@ -258,12 +258,11 @@ unsafe fn run_segment<S: Simd, E: Element, C: Element>(
             };
             // SAFETY: rows and tokens are within the frame's areas.
             unsafe {
-                score_rows(simd, frame, &step);
-                weigh_rows(simd, frame, &step);
+                simd.vectorize(WeighRows::new(frame, &step));
                 if in_place {
-                    sum_rows(simd, frame, &step, &tile.values);
+                    simd.vectorize(SumRows::new(frame, &step, &tile.values));
                 } else {
-                    sum_rows(simd, frame, &step, &widened);
+                    simd.vectorize(SumRows::new(frame, &step, &widened));
                 }
             }
         }

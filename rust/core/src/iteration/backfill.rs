@@ -20,8 +20,9 @@
 use crate::config::memory::{Backfill, MemoryAdmission};
 use crate::iteration::fit::Horizon;
 use crate::iteration::join::leaves_together;
+use crate::iteration::newcomers::{Entrance, Handed};
 use crate::iteration::preempt::Lack;
-use crate::iteration::scheduler::{Entrance, Handed, Scheduler};
+use crate::iteration::scheduler::Scheduler;
 use crate::iteration::sequence::Sequence;
 use crate::memory::blocks::PrefixMatch;
 use crate::predict::reservation::{Candidate, Curve, Need, Occupant};

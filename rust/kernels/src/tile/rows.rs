@@ -1,9 +1,10 @@
 //! A few rows of queries against one tile: scores, weights, sums of values.
 //!
 //! The two products keep a block of rows times vectors in registers; which block a row falls into does
-//! not touch the order of its sums.
+//! not touch the order of its sums. The code for all sizes of blocks is long, so [`WeighRows`] and
+//! [`SumRows`] are functions of their own (`Simd::vectorize`), which callers of all types share.
 
-use pulp::Simd;
+use pulp::{Simd, WithSimd};
 
 use super::{Frame, TILE};
 use crate::element::Element;
@@ -22,6 +23,67 @@ pub(super) struct Step {
     pub(super) tile_begin: usize,
     /// Positions of the tile that the last of the rows sees.
     pub(super) tokens: usize,
+}
+
+/// Scores of the step's rows, made weights.
+pub(super) struct WeighRows<'a> {
+    frame: &'a Frame,
+    step: &'a Step,
+}
+
+impl<'a> WeighRows<'a> {
+    /// # Safety
+    /// The step is within the frame's areas, for as long as this is there.
+    pub(super) unsafe fn new(frame: &'a Frame, step: &'a Step) -> Self {
+        Self { frame, step }
+    }
+}
+
+impl WithSimd for WeighRows<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        // SAFETY: promised to `new`.
+        unsafe {
+            score_rows(simd, self.frame, self.step);
+            weigh_rows(simd, self.frame, self.step);
+        }
+    }
+}
+
+/// The weighted values, added to the sums of the step's rows.
+pub(super) struct SumRows<'a, T> {
+    frame: &'a Frame,
+    step: &'a Step,
+    values: &'a [*const T; TILE],
+}
+
+impl<'a, T> SumRows<'a, T> {
+    /// # Safety
+    /// The step is within the frame's areas and `values` are rows of whole vectors, for as long as this
+    /// is there.
+    pub(super) unsafe fn new(
+        frame: &'a Frame,
+        step: &'a Step,
+        values: &'a [*const T; TILE],
+    ) -> Self {
+        Self {
+            frame,
+            step,
+            values,
+        }
+    }
+}
+
+impl<T: Element> WithSimd for SumRows<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        // SAFETY: promised to `new`.
+        unsafe { sum_rows(simd, self.frame, self.step, self.values) };
+    }
 }
 
 /// Calls `$kernel::<$types, ROWS, VECTORS>` for run-time numbers of rows (1-6) and vectors (1-4).
@@ -56,7 +118,7 @@ const fn max_vectors<S: Simd>() -> usize {
 /// # Safety
 /// The step is within the frame's areas.
 #[inline(always)]
-pub(super) unsafe fn score_rows<S: Simd>(simd: S, frame: &Frame, step: &Step) {
+unsafe fn score_rows<S: Simd>(simd: S, frame: &Frame, step: &Step) {
     let vectors = step.tokens.div_ceil(S::F32_LANES);
     let mut done = 0;
     while done < vectors {
@@ -116,7 +178,7 @@ unsafe fn scores_kernel<S: Simd, const R: usize, const V: usize>(
 /// # Safety
 /// The step is within the frame's areas.
 #[inline(always)]
-pub(super) unsafe fn weigh_rows<S: Simd>(simd: S, frame: &Frame, step: &Step) {
+unsafe fn weigh_rows<S: Simd>(simd: S, frame: &Frame, step: &Step) {
     let lanes = S::F32_LANES;
     let vectors = step.tokens.div_ceil(lanes);
     for r in 0..step.rows {
@@ -213,7 +275,7 @@ unsafe fn rescale<S: Simd>(simd: S, state: *mut f32, width: usize, exponent: f32
 /// # Safety
 /// The step is within the frame's areas; `values` are rows of whole vectors.
 #[inline(always)]
-pub(super) unsafe fn sum_rows<S: Simd, T: Element>(
+unsafe fn sum_rows<S: Simd, T: Element>(
     simd: S,
     frame: &Frame,
     step: &Step,
