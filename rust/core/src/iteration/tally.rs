@@ -60,7 +60,9 @@ impl Tally {
             device_ns,
             outputs,
         };
-        self.runs.extend(self.open.replace(next));
+        if let Some(run) = self.open.replace(next) {
+            self.runs.push(run);
+        }
     }
 
     /// Counts what was noted.
