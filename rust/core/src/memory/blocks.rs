@@ -205,7 +205,8 @@ impl BlockPool {
     }
 
     /// Checks the books against the tables and copies that are alive: each block's counts are those of
-    /// the table entries and of the copies that name it, and it is in exactly one state. For tests.
+    /// the table entries and of the copies that name it, it is in exactly one state, and a table has the
+    /// right one at hand. For tests.
     pub fn audit<'a>(
         &self,
         tables: impl Iterator<Item = &'a BlockTable>,
@@ -214,8 +215,14 @@ impl BlockPool {
         let tiers = self.0.borrow();
         // Per tier and block: table entries, copies from it, copies to it.
         let mut held = [&tiers.device, &tiers.host].map(|pool| vec![[0_u32; 3]; pool.blocks.len()]);
-        for block in tables.flat_map(BlockTable::blocks) {
-            held[0][block.index()][0] += 1;
+        for table in tables {
+            let blocks = table.blocks();
+            for (position, &block) in blocks.iter().enumerate() {
+                held[0][block.index()][0] += 1;
+                if table.block(position) != block {
+                    return Err(format!("a table has another block {position} at hand"));
+                }
+            }
         }
         for copy in copies {
             for (at, place) in [(1, copy.source()), (2, copy.destination())] {
