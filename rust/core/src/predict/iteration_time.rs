@@ -149,7 +149,7 @@ impl CostModel {
     /// What is expected of an iteration; `None` while too little is known.
     pub fn predict(&self, shape: &StepShape) -> Option<Prediction> {
         let learned_us = self.fit.coefficients().time(shape).max(1.0);
-        self.is_known().then(|| Prediction {
+        self.is_known().then_some(Prediction {
             learned_us,
             now_us: self.slowdown * learned_us,
         })
