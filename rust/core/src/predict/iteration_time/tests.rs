@@ -233,7 +233,11 @@ fn trained_in_phases(model: &mut CostModel, steps: u32, phase: u32) {
     let mut random = Random(11);
     for step in 0..steps {
         let shape = shape(&mut random);
-        let speed = if step / phase % 2 == 0 { 1.0 } else { 1.5 };
+        let speed = if (step / phase).is_multiple_of(2) {
+            1.0
+        } else {
+            1.5
+        };
         let time_us = TRUTH.time(&shape) * speed * random.noise(0.03);
         model.observe(&shape, time_us);
     }
