@@ -6,6 +6,7 @@ pub(crate) mod backfill;
 pub(crate) mod charge;
 pub mod commit;
 pub(crate) mod door;
+pub(crate) mod filled;
 pub(crate) mod fit;
 pub(crate) mod flight;
 pub(crate) mod governor;

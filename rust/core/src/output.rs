@@ -7,6 +7,7 @@
 use std::ops::Range;
 
 use crate::request::{Finish, RequestId, RequestStats};
+use crate::text::PlainText;
 
 /// A range of an array of a batch, in half the room of a `Range<usize>`: there is one event for each running
 /// sequence, and what is written for it is most of what a steady step writes.
@@ -174,9 +175,15 @@ impl OutputBatch {
     /// Tells the text of one token of an answer that goes on. The token is number `at`; it is appended
     /// together with those that are told of after it.
     #[inline]
-    pub(crate) fn tell_token(&mut self, request: RequestId, child: u32, at: usize, text: &str) {
+    pub(crate) fn tell_token(
+        &mut self,
+        request: RequestId,
+        child: u32,
+        at: usize,
+        text: PlainText<'_>,
+    ) {
         let (begin, logprobs) = (self.text.len(), self.logprobs.len());
-        self.text.push_str(text);
+        text.push_to(&mut self.text);
         self.events.push(Event::Output(Output {
             request,
             child,

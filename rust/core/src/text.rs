@@ -21,7 +21,7 @@ mod utf8;
 pub use stop::{
     MAX_STOP_STRINGS, MAX_STOP_STRINGS_BYTES, StopMatch, StopStrings, StopStringsError, StopText,
 };
-pub use table::{TokenTable, TokenTableError};
+pub use table::{PlainText, TokenTable, TokenTableError};
 
 use std::ops::ControlFlow;
 use std::sync::Arc;

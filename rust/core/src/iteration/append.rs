@@ -14,7 +14,7 @@ use crate::iteration::commit::{Applied, Commit, STATUS_OK};
 use crate::iteration::flight::Part;
 use crate::iteration::ledger::{Entry, Ledger};
 use crate::iteration::sequence::Sequence;
-use crate::iteration::tally::{Payer, Tally};
+use crate::iteration::tally::{Deed, Payer};
 use crate::output::OutputBatch;
 use crate::predict::iteration_time::StepShares;
 use crate::request::{Finish, SequenceKey};
@@ -29,14 +29,13 @@ impl Commit<'_> {
         statuses: &[u8],
         tokens: &[u32],
         shares: &StepShares,
-        tally: &mut Tally,
     ) -> usize {
         let Ledger {
             sequences,
             requests,
             queue,
             prices,
-            deferred,
+            tally,
             tenants,
             outputs,
             ..
@@ -45,7 +44,7 @@ impl Commit<'_> {
         let has_rates = tenants.any_has_rate();
         let prices = *prices;
         let (block_size, caching) = (self.limits.block_size(), self.limits.prefix_caching());
-        let now = self.now;
+        let (now, filled) = (self.now, &mut self.lane.filled);
         let begin = outputs.token_ids.len();
         let mut count = 0;
         for ((part, &status), &token) in decodes.iter().zip(statuses).zip(tokens) {
@@ -61,7 +60,10 @@ impl Commit<'_> {
             let Some(text) = self.vocabulary.tokens.plain_text(token) else {
                 break;
             };
-            sequence.advance(1, block_size, caching);
+            sequence.advance(1);
+            if caching && sequence.has_filled_block(block_size) {
+                filled.push(part.sequence);
+            }
             let computed = Computed {
                 num_tokens: 1,
                 end: sequence.num_computed_tokens,
@@ -72,14 +74,21 @@ impl Commit<'_> {
             outputs.tell_token(sequence.id, sequence.arrival.child, begin + count, text);
             let gap_us = now.since_us(sequence.last_output);
             sequence.last_output = now;
-            prices.charge_output(sequence, 1, deferred);
-            tally.add(sequence.payer, computed.step_ns, 1, Some(gap_us));
+            let units = prices.charge_output(sequence, 1);
+            tally.add(Deed {
+                device_ns: computed.step_ns,
+                outputs: 1,
+                units,
+                gap_us: Some(gap_us),
+                ..Deed::of(sequence)
+            });
             if has_rates {
                 tenants.get_mut(sequence.payer.tenant).use_tokens(now, 1);
             }
             count += 1;
         }
         outputs.token_ids.extend_from_slice(&tokens[..count]);
+        filled.publish(sequences, block_size);
         count
     }
 
@@ -112,15 +121,12 @@ impl Commit<'_> {
         let num_shared_blocks = sequence.num_prompt_tokens / self.limits.block_size();
         let siblings: Vec<Sequence> = (1..)
             .zip(rows)
-            .map(|(child, row)| Sequence {
-                prepaid_output,
-                num_shared_blocks,
-                ..sequence.fork(
-                    child,
-                    row,
-                    TextState::new(stop.clone()),
-                    self.ledger.overflow.begin(),
-                )
+            .map(|(child, row)| {
+                let text = TextState::new(stop.clone());
+                let mut sibling = sequence.fork(child, row, text, self.ledger.overflow.begin());
+                sibling.prepaid_output = prepaid_output;
+                sibling.num_shared_blocks = num_shared_blocks;
+                sibling
             })
             .collect();
         let mut keys = Vec::with_capacity(siblings.len());
@@ -166,8 +172,11 @@ impl Commit<'_> {
         let is_first = sequence.num_output_tokens() == num_tokens as u32;
         sequence.last_output = self.now;
         sequence.waits_for_samples |= num_tokens > 1;
-        let (prices, deferred) = (&ledger.prices, &mut ledger.deferred);
-        prices.charge_output(sequence, num_tokens as u64, deferred);
+        let units = ledger.prices.charge_output(sequence, num_tokens as u64);
+        ledger.tally.add(Deed {
+            units,
+            ..Deed::of(sequence)
+        });
         if ledger.tenants.any_has_rate() {
             let tenant = ledger.tenants.get_mut(sequence.payer.tenant);
             tenant.use_tokens(self.now, num_tokens as u64);
@@ -209,7 +218,7 @@ impl Commit<'_> {
         } else {
             sequence.ended = true;
         }
-        self.ledger.charge_deferred();
+        self.ledger.settle_tally();
         self.ledger.count_output(key);
         self.ledger.learn_length(key);
         self.ledger.refund(key);

@@ -327,7 +327,7 @@ impl Scheduler<'_> {
         let keys = self.lane.running.iter();
         let entries = keys
             .clone()
-            .map(|key| sequences[key.0].table.blocks().len());
+            .map(|key| sequences[key.0].table.num_blocks() as usize);
         let used = self.limits.num_kv_blocks() - free.blocks;
         let is_shared = entries.sum::<usize>() != used as usize;
         let occupants = keys.flat_map(|&key| self.as_occupants(key, is_shared));
@@ -342,7 +342,7 @@ impl Scheduler<'_> {
         let held = if is_shared {
             sequence.table.num_exclusive()
         } else {
-            sequence.table.blocks().len() as u32
+            sequence.table.num_blocks()
         };
         let own = Occupant {
             ends_at: self.end_after(sequence, self.ledger.predicted_remaining(key)),

@@ -175,7 +175,7 @@ impl Scheduler<'_> {
         for key in self.lane.running.iter() {
             let sequence = &self.ledger.sequences[key.0];
             if giving_way.has(sequence) {
-                free += sequence.table.blocks().len() as u32 - sequence.num_shared_blocks;
+                free += sequence.table.num_blocks() - sequence.num_shared_blocks;
             } else {
                 promised += self.growth(sequence);
             }
@@ -194,7 +194,7 @@ impl Scheduler<'_> {
         // Siblings share the full blocks of the prompt; one that is not full is copied.
         let shared = sequence.num_prompt_tokens / self.limits.block_size();
         let copied = u32::from(sequence.may_share_last_block);
-        let held = sequence.table.blocks().len() as u32;
+        let held = sequence.table.num_blocks();
         (most + copied).saturating_sub(held) + sequence.num_unborn * (most - shared)
     }
 
@@ -235,7 +235,7 @@ impl Scheduler<'_> {
                 continue;
             }
             let shared = sequence.num_shared_blocks;
-            freed_blocks += sequence.table.blocks().len() as u32 - shared;
+            freed_blocks += sequence.table.num_blocks() - shared;
             if !giving_way.has(sequence) {
                 let remaining = self.ledger.remaining_at(sequence, quantile);
                 let load = load_of(sequence, shared, remaining, limits);

@@ -157,7 +157,7 @@ impl Scheduler<'_> {
         if !matches!(next, Next::Returning(..)) {
             // What returns was let in before: it is no service to those that wait for their first time.
             handed.rows += u64::from(sequence.num_rows());
-            handed.blocks += sequence.table.blocks().len() as u64;
+            handed.blocks += u64::from(sequence.table.num_blocks());
         }
     }
 
@@ -336,8 +336,7 @@ impl Scheduler<'_> {
 /// Room for everything the sequence can become, so that its decode steps allocate nothing.
 fn reserve_memory(sequence: &mut Sequence, request: &Request, limits: &Limits) {
     let most = request.num_prompt_tokens + request.max_tokens;
-    let extra = most as usize - sequence.tokens.len();
-    sequence.tokens.reserve_exact(extra);
+    sequence.reserve_tokens(most);
     let blocks = limits.blocks_for(most);
     sequence.table.reserve(blocks);
     if limits.prefix_caching() {

@@ -58,7 +58,7 @@ pub(crate) fn choose_victim(ledger: &Ledger, lane: &Lane, block_size: u32) -> Op
             _ if sequence.is_protected() => Use::IsProtected,
             _ => Use::Frees,
         };
-        let shared = sequence.table.blocks().len() as u32 - frees;
+        let shared = sequence.table.num_blocks() - frees;
         let cost = sequence
             .num_computed_tokens
             .saturating_sub(shared * block_size);

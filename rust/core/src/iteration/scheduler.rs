@@ -166,7 +166,7 @@ impl Scheduler<'_> {
         let ledger = &mut *self.ledger;
         let done = self.lane.running.iter().find(|key| {
             let sequence = &ledger.sequences[key.0];
-            sequence.finished.is_some() && !sequence.table.blocks().is_empty()
+            sequence.finished.is_some() && sequence.table.num_blocks() > 0
         });
         done.map(|key| ledger.sequences[key.0].table.release())
             .is_some()
@@ -254,7 +254,7 @@ impl Scheduler<'_> {
             };
             let work = &mut at_work[sequence.level];
             work.rows += u64::from(sequence.num_rows());
-            work.blocks += sequence.table.blocks().len() as u64;
+            work.blocks += u64::from(sequence.table.num_blocks());
             work.prefill_tokens += u64::from(left);
             prefill_backlog += u64::from(left);
         }

@@ -73,40 +73,47 @@ impl Ending {
     }
 }
 
-/// Laid out so that a step of a decode touches its first four cache lines and no other, and planning it
-/// the first three. That holds for looking it up, too: what tells a vacant place of the slab is the widest
-/// niche closest to an edge, which is the first field's.
+/// Tokens that are kept in the sequence itself before they join the others in its heap memory.
+const TAIL: u32 = 16;
+
+/// Laid out so that a step of a decode touches the first three cache lines and the one of the tail, and
+/// planning it the first three: no line of a heap page of its own, of which a thousand sequences have more
+/// than there are entries in a translation buffer. That holds for looking it up, too: what tells a vacant
+/// place of the slab is the widest niche closest to an edge, which is the first field's.
 #[repr(C, align(64))]
 pub(crate) struct Sequence {
     /// The step from which on it was the head that did not fit, since it last ran.
     pub(crate) blocked_since: Option<u64>,
-    /// Prompt, then output.
-    pub(crate) tokens: Vec<u32>,
+    /// Prompt and output.
+    num_tokens: u32,
     /// Tokens whose K and V are in the table's blocks.
     pub(crate) num_computed_tokens: u32,
     /// Tokens that the step being planned computes.
     pub(crate) num_scheduled_tokens: u32,
+    /// Tokens that the steps in flight compute, or copy from the host; that the one being planned copies,
+    /// too.
+    pub(crate) num_in_flight_tokens: u32,
     pub(crate) num_prompt_tokens: u32,
     /// Prompt tokens whose successor's log-probability is asked for, from the start: all but the last,
     /// or none.
     pub(crate) num_tokens_to_score: u32,
-    /// How it is done while it stays until all of its batch are.
-    pub(crate) finished: Option<Finish>,
-
-    pub(crate) table: BlockTable,
-    pub(crate) row: Option<Row>,
-
-    /// Tokens that the steps in flight compute, or copy from the host; that the one being planned copies,
-    /// too.
-    pub(crate) num_in_flight_tokens: u32,
     /// Full blocks, from the start, that the prefix cache was told of.
     pub(crate) num_published_blocks: u32,
     /// Tokens, from the start, whose computation its flow was charged for.
     pub(crate) num_charged_tokens: u32,
+    /// How it is done while it stays until all of its batch are.
+    pub(crate) finished: Option<Finish>,
     /// The flow that pays for it.
     pub(crate) leaf: FlowKey,
     /// Siblings that fork off at the first output, also while there are no rows for them.
     pub(crate) num_unborn: u32,
+
+    pub(crate) text: TextState,
+    pub(crate) ending: Ending,
+    /// The last of its tokens.
+    last_token: u32,
+    /// The request's name.
+    pub(crate) id: RequestId,
     /// Ended while steps of it are in flight: leaves when the last of them has landed.
     pub(crate) ended: bool,
     /// Has siblings, so its last block may be theirs too.
@@ -115,39 +122,41 @@ pub(crate) struct Sequence {
     pub(crate) waits_for_samples: bool,
     /// Runs ahead of a head that did not fit when it joined, on the promise to be out of its way in time.
     pub(crate) is_guest: bool,
-
-    pub(crate) text: TextState,
-    pub(crate) ending: Ending,
-    /// The last of `tokens`.
-    pub(crate) last_token: u32,
-    /// The request's name.
-    pub(crate) id: RequestId,
-
     /// When its last output was committed, once it has any.
     pub(crate) last_output: Time,
+
     /// Whose it is.
     pub(crate) payer: Payer,
-    pub(crate) request: RequestKey,
     pub(crate) arrival: Arrival,
     /// Charged ahead for output that has not come.
     pub(crate) prepaid_output: Units,
+    pub(crate) row: Option<Row>,
+    /// Its second half is in the next line, and not needed.
+    pub(crate) table: BlockTable,
+
+    pub(crate) request: RequestKey,
     /// Charged ahead for prompt tokens that have not run.
     pub(crate) prepaid: Units,
-
     /// When its first output was committed, once it has any.
     pub(crate) first_output: Time,
+    /// Index of its class's level; 0 is the highest.
+    pub(crate) level: usize,
+
+    /// Those of the tokens that are not in `stored` yet, each at its position modulo [`TAIL`].
+    tail: [u32; TAIL as usize],
+
+    /// Tokens, from the start, in memory that is there from the admission on.
+    stored: Vec<u32>,
     /// Rows of the siblings that fork off at the first output.
     pub(crate) sibling_rows: Vec<Row>,
     /// Where the hash chain starts: the request's extras.
     pub(crate) root: BlockHash,
-    /// Hashes of the full blocks of `tokens`, as far as they were needed.
+    /// Hashes of the full blocks of its tokens, as far as they were needed.
     pub(crate) chain: Vec<BlockHash>,
     /// Preempted before: until it has this many tokens others are preferred as victims.
     pub(crate) protected_below_tokens: u32,
     /// Tokens, from the start, that were computed once and lost in a preemption.
     pub(crate) num_lost_tokens: u32,
-    /// Index of its class's level; 0 is the highest.
-    pub(crate) level: usize,
     /// The step that it joined at.
     pub(crate) joined_at_step: u64,
     /// Blocks, from the start, that were somebody else's before they were its own too.
@@ -188,8 +197,10 @@ impl Sequence {
             id: new.id,
             ending: new.ending,
             num_prompt_tokens: new.prompt.len() as u32,
+            num_tokens: new.prompt.len() as u32,
             last_token: new.prompt.last().copied().unwrap_or_default(),
-            tokens: new.prompt,
+            tail: [0; TAIL as usize],
+            stored: new.prompt,
             num_computed_tokens: 0,
             num_scheduled_tokens: 0,
             num_in_flight_tokens: 0,
@@ -226,16 +237,38 @@ impl Sequence {
     }
 
     pub(crate) fn num_tokens(&self) -> u32 {
-        self.tokens.len() as u32
+        self.num_tokens
     }
 
     /// The token at `position`; the last one, all that a decode needs, is at hand.
     pub(crate) fn token(&self, position: u32) -> u32 {
-        if position + 1 == self.num_tokens() {
-            self.last_token
-        } else {
-            self.tokens[position as usize]
+        if position + 1 == self.num_tokens {
+            return self.last_token;
         }
+        let stored = self.stored.get(position as usize).copied();
+        stored.unwrap_or_else(|| self.tail[(position % TAIL) as usize])
+    }
+
+    /// All tokens, in one piece: prompt, then output.
+    pub(crate) fn tokens(&self) -> impl Iterator<Item = u32> {
+        let rest = self.stored.len() as u32..self.num_tokens;
+        let stored = self.stored.iter().copied();
+        stored.chain(rest.map(|position| self.tail[(position % TAIL) as usize]))
+    }
+
+    /// Makes room for `capacity` tokens, so that growing to it allocates nothing.
+    pub(crate) fn reserve_tokens(&mut self, capacity: u32) {
+        let extra = (capacity as usize).saturating_sub(self.stored.len());
+        self.stored.reserve_exact(extra);
+    }
+
+    /// Moves the tail to the others.
+    #[inline(never)]
+    pub(crate) fn store_tail(&mut self) {
+        let begin = self.stored.len() as u32;
+        let count = (self.num_tokens - begin) as usize;
+        let tail = &self.tail[(begin % TAIL) as usize..][..count];
+        self.stored.extend_from_slice(tail);
     }
 
     pub(crate) fn num_output_tokens(&self) -> u32 {
@@ -279,8 +312,13 @@ impl Sequence {
 
     /// Appends a sampled token.
     pub(crate) fn push(&mut self, token: u32) {
-        self.tokens.push(token);
+        let position = self.num_tokens;
+        self.tail[(position % TAIL) as usize] = token;
+        self.num_tokens = position + 1;
         self.last_token = token;
+        if (position + 1).is_multiple_of(TAIL) {
+            self.store_tail();
+        }
     }
 
     /// Whether it goes on after a step, with one token more and nothing else to tell: if the token does not
@@ -348,7 +386,8 @@ impl Sequence {
     /// Hashes of the full blocks that a prefix lookup may use: at least one token is always computed,
     /// and every token that is still to be scored.
     pub(crate) fn usable_chain(&mut self, block_size: u32) -> &[BlockHash] {
-        extend_chain(&mut self.chain, self.root, &self.tokens, block_size);
+        self.store_tail();
+        extend_chain(&mut self.chain, self.root, &self.stored, block_size);
         let needed_from = if self.num_scored_tokens < self.num_tokens_to_score {
             self.num_scored_tokens
         } else {
@@ -369,7 +408,7 @@ impl Sequence {
     }
 
     fn num_missing_tokens(&self, block_size: u32) -> u32 {
-        let num_blocks = self.table.blocks().len() as u32;
+        let num_blocks = self.table.num_blocks();
         let num_tokens = self.num_expected_tokens();
         num_tokens.saturating_sub(num_blocks * block_size)
     }
@@ -409,23 +448,42 @@ impl Sequence {
         self.num_in_flight_tokens -= num_tokens;
     }
 
-    /// Counts the tokens of a step that has landed among the computed ones, and makes blocks that became
-    /// full findable.
+    /// Counts the tokens of a step that has landed among the computed ones.
     #[inline]
-    pub(crate) fn advance(&mut self, num_tokens: u32, block_size: u32, prefix_caching: bool) {
+    pub(crate) fn advance(&mut self, num_tokens: u32) {
         self.land(num_tokens);
         self.num_computed_tokens += num_tokens;
-        let next_full = (self.num_published_blocks + 1) * block_size;
-        if prefix_caching && next_full <= self.num_computed_tokens {
-            self.publish_full_blocks(block_size);
-        }
     }
 
-    #[inline(never)]
-    fn publish_full_blocks(&mut self, block_size: u32) {
+    /// Whether it has full blocks that the prefix cache was not told of.
+    #[inline]
+    pub(crate) fn has_filled_block(&self, block_size: u32) -> bool {
+        (self.num_published_blocks + 1) * block_size <= self.num_computed_tokens
+    }
+
+    /// The first of those, and the link before it. All its tokens must be stored.
+    pub(crate) fn filled_block(&self, block_size: u32) -> (BlockHash, &[u32]) {
+        let (at, block_size) = (self.num_published_blocks as usize, block_size as usize);
+        let before = at.checked_sub(1).map_or(self.root, |at| self.chain[at]);
+        (before, &self.stored[at * block_size..][..block_size])
+    }
+
+    /// Makes that block findable by its link.
+    pub(crate) fn publish_filled(&mut self, link: BlockHash) {
+        let at = self.num_published_blocks as usize;
+        if self.chain.len() == at {
+            self.chain.push(link);
+        }
+        self.table.publish(at, link);
+        self.num_published_blocks += 1;
+    }
+
+    /// Makes all full blocks findable.
+    pub(crate) fn publish_full_blocks(&mut self, block_size: u32) {
         let full = self.num_computed_tokens / block_size;
         if self.chain.len() < full as usize {
-            let tokens = &self.tokens[..(full * block_size) as usize];
+            self.store_tail();
+            let tokens = &self.stored[..(full * block_size) as usize];
             extend_chain(&mut self.chain, self.root, tokens, block_size);
         }
         for position in self.num_published_blocks as usize..full as usize {
@@ -449,8 +507,8 @@ impl Sequence {
 
     /// The sibling number `child`, on the same prompt and blocks, with `row` as its own.
     pub(crate) fn fork(&self, child: u32, row: Row, text: TextState, life: Life) -> Sequence {
-        let mut tokens = Vec::with_capacity(self.tokens.capacity());
-        tokens.extend_from_slice(&self.tokens);
+        let mut stored = Vec::with_capacity(self.stored.capacity());
+        stored.extend_from_slice(&self.stored);
         let mut chain = Vec::with_capacity(self.chain.capacity());
         chain.extend_from_slice(&self.chain);
         Sequence {
@@ -459,7 +517,9 @@ impl Sequence {
                 child,
                 ..self.arrival
             },
-            tokens,
+            num_tokens: self.num_tokens,
+            tail: self.tail,
+            stored,
             num_prompt_tokens: self.num_prompt_tokens,
             num_computed_tokens: self.num_computed_tokens,
             num_scheduled_tokens: 0,
@@ -497,5 +557,18 @@ impl Sequence {
             blocked_since: None,
             finished: None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::mem::offset_of;
+
+    #[test]
+    fn what_a_decode_needs_is_in_three_lines_and_its_tail_in_one() {
+        assert_eq!(offset_of!(Sequence, table), 3 * 64 - 16);
+        assert_eq!(offset_of!(Sequence, tail) % 64, 0);
+        assert_eq!(size_of::<Option<Sequence>>(), size_of::<Sequence>());
     }
 }

@@ -73,7 +73,7 @@ impl WrittenTables {
     pub(crate) fn add(&mut self, arrays: &mut TableArrays<'_>, table: &BlockTable) {
         let new = Written {
             stamp: table.stamp(),
-            num_blocks: table.blocks().len(),
+            num_blocks: table.num_blocks() as usize,
         };
         if !self.are_kept || self.tables.get(self.count) != Some(&new) {
             self.add_changed(arrays, table, new);

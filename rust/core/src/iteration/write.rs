@@ -17,7 +17,7 @@ pub(crate) fn fits_resets(plan: &StepPlan, request: &Request, sequence: &Sequenc
     let resets = &plan.resets;
     let (bias, suppressed) = (request.sampling.logit_bias.len(), request.suppressed.len());
     let ids = if request.sampling.has_penalties() {
-        sequence.tokens.len()
+        sequence.num_tokens() as usize
     } else {
         0
     };
@@ -38,9 +38,7 @@ pub(crate) fn write_resets(plan: &mut StepPlan, request: &Request, sequence: &Se
 
     let begin = resets.ids.len();
     if sampling.has_penalties() {
-        resets
-            .ids
-            .extend(sequence.tokens.iter().map(|&id| id as i32));
+        resets.ids.extend(sequence.tokens().map(|id| id as i32));
     }
     let ids = range(begin, resets.ids.len());
     let begin = resets.bias_ids.len();
@@ -184,9 +182,17 @@ fn mark_as_sampled(sources: &mut Vec<u8>, at: usize) {
     sources.push(SOURCE_LAST_SAMPLED);
 }
 
+/// Where K and V of the token at `position` go. In the last block, where a decode is, without a division.
 fn slot_of(sequence: &Sequence, position: u32, block_size: u32) -> i64 {
-    let block = sequence.table.block((position / block_size) as usize);
-    i64::from(block.as_i32()) * i64::from(block_size) + i64::from(position % block_size)
+    let table = &sequence.table;
+    let last = table.num_blocks().saturating_sub(1);
+    let block = if position >= last * block_size {
+        last
+    } else {
+        position / block_size
+    };
+    let within = i64::from(position - block * block_size);
+    i64::from(table.block(block as usize).as_i32()) * i64::from(block_size) + within
 }
 
 /// Index of the output that is sampled after the first `seq_len` tokens.
@@ -238,7 +244,7 @@ pub(crate) fn write_scores(
     let num_best = sampling.prompt_logprobs.unwrap_or(0) as i32;
     let end = seq_len.min(sequence.num_tokens_to_score);
     for position in end - part.num_scores..end {
-        let next = sequence.tokens[position as usize + 1];
+        let next = sequence.token(position + 1);
         plan.score_indices
             .push((end_of_query - (seq_len - position)) as i32);
         plan.score_token_ids.push(next as i32);

@@ -10,10 +10,14 @@
 //! On the way of a request: looked up when a sequence is admitted, filled when a step is committed and
 //! never before, so that a block whose tokens were not computed cannot be shared.
 
+mod links;
+
+pub use links::{LANES, LinkMaker};
+
 use super::blocks::BlockId;
 
 /// Names the content of a full block and all before it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct BlockHash(u128);
 
 impl BlockHash {

@@ -3,13 +3,17 @@
 //! The tokenizer itself is never needed on the hot path: the text of a sequence is the
 //! concatenation of its tokens' bytes. Most tokens are whole characters: their text is known to be
 //! UTF-8 from the start, and only the others are kept as bytes. A look-up reads one entry and its text:
-//! a cache line or two. A vocabulary of 128k tokens takes about 2.5 MB.
+//! a cache line or two. A vocabulary of 128k tokens takes about 4 MB.
+
+/// Texts begin at multiples of this, so that appending one of at most as many bytes is one move of a
+/// known size ([`PlainText::push_to`]).
+const SLOT: usize = 16;
 
 /// Each token's bytes, and whether it is a special (control) token.
 #[derive(Clone, Debug)]
 pub struct TokenTable {
     tokens: Vec<Token>,
-    /// Those of tokens that are whole characters.
+    /// Those of tokens that are whole characters, each in slots of its own, filled up with NUL.
     text: String,
     /// Those of all others.
     bytes: Vec<u8>,
@@ -40,8 +44,11 @@ impl TokenTable {
                 tokens,
             });
         }
-        if u32::try_from(bytes.len()).is_err() {
-            return Err(TokenTableError::TooLarge { bytes: bytes.len() });
+        if u32::try_from(bytes.len() + tokens * SLOT).is_err() {
+            return Err(TokenTableError::TooLarge {
+                bytes: bytes.len(),
+                tokens,
+            });
         }
         let (first, last) = (offsets[0], offsets[tokens]);
         if first != 0 || usize::try_from(last) != Ok(bytes.len()) {
@@ -64,23 +71,28 @@ impl TokenTable {
     fn from_parts(bytes: &[u8], offsets: &[i64], special: &[u8]) -> Self {
         let mut table = Self {
             tokens: Vec::with_capacity(special.len()),
-            text: String::with_capacity(bytes.len()),
+            text: String::with_capacity(special.len() * SLOT),
             bytes: Vec::new(),
         };
         for (pair, &flag) in offsets.windows(2).zip(special) {
             // In range: rising from 0 to the number of bytes, which fits.
             let bytes = &bytes[pair[0] as usize..pair[1] as usize];
             let text = std::str::from_utf8(bytes).ok();
-            let end = if let Some(text) = text {
+            let begin = if let Some(text) = text {
+                let begin = table.text.len();
                 table.text.push_str(text);
-                table.text.len()
+                let filled_up = begin + text.len().next_multiple_of(SLOT).max(SLOT);
+                table
+                    .text
+                    .extend((table.text.len()..filled_up).map(|_| '\0'));
+                begin
             } else {
                 table.bytes.extend_from_slice(bytes);
-                table.bytes.len()
+                table.bytes.len() - bytes.len()
             };
             table.tokens.push(Token {
-                begin: (end - bytes.len()) as u32,
-                end: end as u32,
+                begin: begin as u32,
+                end: (begin + bytes.len()) as u32,
                 is_text: text.is_some(),
                 is_special: flag != 0,
             });
@@ -105,10 +117,14 @@ impl TokenTable {
 
     /// The token's text, if it is whole characters and no control token.
     #[inline]
-    pub fn plain_text(&self, token: u32) -> Option<&str> {
+    pub fn plain_text(&self, token: u32) -> Option<PlainText<'_>> {
         let token = self.tokens.get(token as usize)?;
+        let (begin, end) = (token.begin as usize, token.end as usize);
         let is_plain = token.is_text && !token.is_special;
-        is_plain.then(|| &self.text[token.begin as usize..token.end as usize])
+        is_plain.then(|| PlainText {
+            slots: &self.text[begin..end.max(begin + SLOT)],
+            len: end - begin,
+        })
     }
 
     /// The token's bytes; none for an id beyond the table, as for an id without a token.
@@ -127,6 +143,38 @@ impl TokenTable {
     #[expect(clippy::len_without_is_empty, reason = "a table is never empty")]
     pub fn len(&self) -> usize {
         self.tokens.len()
+    }
+}
+
+/// The text of a token that is whole characters, with what fills its slot up.
+#[derive(Clone, Copy)]
+pub struct PlainText<'a> {
+    slots: &'a str,
+    len: usize,
+}
+
+impl PlainText<'_> {
+    /// Bytes of the text.
+    #[inline]
+    pub fn len(self) -> usize {
+        self.len
+    }
+
+    /// Whether there is no text.
+    pub fn is_empty(self) -> bool {
+        self.len == 0
+    }
+
+    /// Appends the text.
+    #[inline]
+    pub fn push_to(self, out: &mut String) {
+        if self.slots.len() == SLOT {
+            let end = out.len() + self.len;
+            out.push_str(&self.slots[..SLOT]);
+            out.truncate(end);
+        } else {
+            out.push_str(&self.slots[..self.len]);
+        }
     }
 }
 
@@ -149,10 +197,15 @@ pub enum TokenTableError {
         tokens: usize,
     },
     /// Offsets are kept as 32 bits.
-    #[error("the token table has {bytes} bytes: at most 4294967295 are supported")]
+    #[error(
+        "the token table has {bytes} bytes of {tokens} tokens: bytes and 16 for each token must be fewer \
+         than 4294967296"
+    )]
     TooLarge {
         /// Bytes given.
         bytes: usize,
+        /// Tokens by the offsets.
+        tokens: usize,
     },
     /// The offsets do not span the bytes.
     #[error(
@@ -199,6 +252,40 @@ mod tests {
         let special: Vec<bool> = (0..4).map(|token| table.is_special(token)).collect();
         assert_eq!(special, [false, true, false, false]);
         assert_eq!(table.bytes(u32::MAX), b"");
+    }
+
+    #[test]
+    fn plain_text_is_appended_without_what_fills_its_slot_up() {
+        let texts = [
+            "",
+            "a",
+            "fifteen bytes..",
+            "sixteen bytes...",
+            "seventeen bytes..",
+            "€€€€€€",
+            "é",
+        ];
+        let mut offsets = vec![0];
+        offsets.extend(texts.iter().scan(0, |end, text| {
+            *end += text.len() as i64;
+            Some(*end)
+        }));
+        let mut special = [0; 7];
+        let table = TokenTable::new(texts.concat().as_bytes(), &offsets, &special).unwrap();
+        let mut all = String::from(">");
+        for (token, text) in (0..).zip(texts) {
+            let plain = table.plain_text(token).expect("whole characters");
+            assert_eq!(
+                (plain.len(), plain.is_empty()),
+                (text.len(), text.is_empty())
+            );
+            assert_eq!(table.text(token), Ok(text));
+            plain.push_to(&mut all);
+        }
+        assert_eq!(all, format!(">{}", texts.concat()));
+        special[1] = 1;
+        let table = TokenTable::new(texts.concat().as_bytes(), &offsets, &special).unwrap();
+        assert!(table.plain_text(1).is_none() && table.plain_text(7).is_none());
     }
 
     #[test]

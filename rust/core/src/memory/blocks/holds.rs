@@ -3,13 +3,16 @@
 
 use super::{BlockHash, BlockId, BlockLocation, BlockPlace, BlockPool, OutOfBlocks, Tiers};
 
-/// A sequence's blocks, in order: a hold, released on drop.
+/// A sequence's blocks, in order: a hold, released on drop. What a decode needs comes first.
+#[repr(C)]
 pub struct BlockTable {
-    pool: BlockPool,
-    blocks: Vec<BlockId>,
     stamp: u64,
     /// The last of `blocks`; of no meaning without any.
     last: BlockId,
+    /// How many `blocks` there are.
+    len: u32,
+    blocks: Vec<BlockId>,
+    pool: BlockPool,
 }
 
 impl BlockTable {
@@ -21,6 +24,7 @@ impl BlockTable {
             blocks: Vec::new(),
             stamp,
             last: BlockId::NONE,
+            len: 0,
         }
     }
 
@@ -29,13 +33,24 @@ impl BlockTable {
         &self.blocks
     }
 
+    /// How many blocks it has.
+    pub fn num_blocks(&self) -> u32 {
+        self.len
+    }
+
     /// The block at `position`; the last one, all that a decode needs, is at hand.
     pub fn block(&self, position: usize) -> BlockId {
-        if position + 1 == self.blocks.len() {
+        if position + 1 == self.len as usize {
             self.last
         } else {
             self.blocks[position]
         }
+    }
+
+    /// Keeps at hand what `blocks` ends with.
+    fn note_end(&mut self) {
+        self.len = self.blocks.len() as u32;
+        self.last = self.blocks.last().copied().unwrap_or(BlockId::NONE);
     }
 
     /// Tells what it has: a table that bears the same stamp again has the same blocks, and perhaps more
@@ -59,22 +74,24 @@ impl BlockTable {
         }
         let fresh = (0..count).map_while(|_| take(&mut tiers, &self.pool, copies));
         self.blocks.extend(fresh);
-        self.last = self.blocks.last().copied().unwrap_or(BlockId::NONE);
+        drop(tiers);
+        self.note_end();
         Ok(())
     }
 
     /// Appends the cached blocks of `chain`, which [`BlockPool::find_prefix`] has just found.
     pub fn adopt(&mut self, chain: &[BlockHash]) {
-        let device = &mut self.pool.0.borrow_mut().device;
+        let mut tiers = self.pool.0.borrow_mut();
         for &hash in chain {
-            let Some(block) = device.find(hash) else {
+            let Some(block) = tiers.device.find(hash) else {
                 debug_assert!(false, "adopted a block that is not cached");
-                return;
+                break;
             };
-            device.hold(block, |block| &mut block.tables);
+            tiers.device.hold(block, |block| &mut block.tables);
             self.blocks.push(block);
-            self.last = block;
         }
+        drop(tiers);
+        self.note_end();
     }
 
     /// Fills the blocks from `position` on, which hold nothing yet, with what the host has of `chain`, up
@@ -109,6 +126,7 @@ impl BlockTable {
             blocks,
             stamp: tiers.stamp(),
             last: self.last,
+            len: self.len,
         }
     }
 
@@ -146,7 +164,8 @@ impl BlockTable {
         }
         let fresh = (0..count).map_while(|_| take(&mut tiers, &self.pool, copies));
         self.blocks.extend(fresh);
-        self.last = self.blocks.last().copied().unwrap_or(BlockId::NONE);
+        drop(tiers);
+        self.note_end();
         Ok(())
     }
 
@@ -159,7 +178,7 @@ impl BlockTable {
     /// Makes the full block at `position` findable by its content.
     pub fn publish(&self, position: usize, hash: BlockHash) {
         let device = &mut self.pool.0.borrow_mut().device;
-        device.publish(self.blocks[position], hash);
+        device.publish(self.block(position), hash);
     }
 
     /// Blocks that dropping this table, and the copies into it, would make available now. One whose old
@@ -186,6 +205,8 @@ impl BlockTable {
             tiers.device.let_go(block, |block| &mut block.tables);
         }
         self.stamp = tiers.stamp();
+        drop(tiers);
+        self.note_end();
     }
 }
 
