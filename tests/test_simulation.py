@@ -52,6 +52,28 @@ def test_the_same_seed_gives_the_same_result():
     assert first.end_s != other.end_s
 
 
+def test_a_machine_has_slow_seconds():
+    # One answer: iterations follow each other without a gap.
+    alone = Workload.of([0.0], [1], [2_000])
+    noisy = replace(EXACT, noise_sigma=0.1)
+
+    def logs(seed=1, **noise):
+        result = simulate(settings(), replace(noisy, **noise), alone, Options(seed=seed))
+        return np.log(result.iteration_s / exact.iteration_s)
+
+    exact = simulate(settings(), EXACT, alone)
+    own = logs()
+    assert own.std() == pytest.approx(0.1, rel=0.05)
+    np.testing.assert_array_equal(own, logs(slow_s=20.0))
+    lasting = logs(slow_sigma=0.3, slow_s=20.0) - own
+    assert np.abs(lasting).max() > 0.3
+    assert np.abs(np.diff(lasting)).max() < 0.2  # from an iteration of 0.2 s at most to the next
+    np.testing.assert_array_equal(lasting, logs(slow_sigma=0.3, slow_s=20.0) - own)
+    assert (lasting != logs(seed=2, slow_sigma=0.3, slow_s=20.0) - logs(seed=2)).any()
+    with pytest.raises(ConfigError, match=r"profile\.slow_sigma is -1; it must be from 0 to 1"):
+        logs(slow_sigma=-1.0)
+
+
 def test_service_goes_to_tenants():
     workload = crowd()
     options = Options(service_interval=10, gap_weights=[1.0, 1.0])

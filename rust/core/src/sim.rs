@@ -5,7 +5,8 @@
 //! - The clock jumps from event to event: arrivals, aborts, retries and the end of the step in flight,
 //!   and whenever the engine wants to be called ([`Engine::next_wake`]), also in the middle of a step
 //!   (`world`).
-//! - The executor takes the time that a [`CostProfile`] says, with noise.
+//! - The executor takes the time that a [`CostProfile`] says, with noise, on a machine that may be slow
+//!   for some seconds (`slowness`).
 //! - The model ends an answer at its true length ([`Workload`]), which no policy can see.
 //! - Clients that are rejected try once more, and some give up (`clients`).
 //!
@@ -19,6 +20,7 @@ mod profile;
 mod random;
 mod record;
 mod service;
+mod slowness;
 mod workload;
 mod world;
 

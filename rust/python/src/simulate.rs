@@ -218,6 +218,8 @@ fn read_profile(profile: &Bound<'_, PyAny>) -> PyResult<CostProfile> {
         t_sample_s: value("t_sample_s")?,
         t_copy_s: value("t_copy_s")?,
         noise_sigma: value("noise_sigma")?,
+        slow_sigma: value("slow_sigma")?,
+        slow_s: value("slow_s")?,
     })
 }
 

@@ -21,6 +21,7 @@ use crate::request::{Finish, Time};
 use crate::sim::clients::Clients;
 use crate::sim::random::{Cause, Random};
 use crate::sim::record::{Iteration, IterationView, Outcome, ServiceSample, SimOutcome};
+use crate::sim::slowness::Slowness;
 use crate::sim::workload::{EOS, FILLER, VOCAB_SIZE, Workload};
 use crate::sim::{SimConfig, SimError};
 use crate::text::TokenTable;
@@ -54,6 +55,7 @@ pub(crate) struct World<'a> {
     num_events: u64,
     next_arrival: usize,
     noise: Random,
+    slowness: Slowness,
     /// Plans that are not in flight.
     spare: Vec<StepPlan>,
     results: StepResults,
@@ -87,6 +89,7 @@ impl<'a> World<'a> {
             num_events: 0,
             next_arrival: 0,
             noise: Random::new(config.seed, Cause::Noise),
+            slowness: Slowness::new(&config.profile, config.seed),
             results: StepResults::default(),
             batch: OutputBatch::default(),
             in_flight: VecDeque::new(),
@@ -245,9 +248,10 @@ impl<'a> World<'a> {
         let metrics = self.engine.metrics();
         let padding = self.engine.padding();
         let profile = &self.config.profile;
+        let slowness = self.slowness.at(self.now_us);
         let iteration = Iteration {
             start_us: self.now_us,
-            duration_us: profile.duration_us(&plan, padding, &mut self.noise),
+            duration_us: profile.duration_us(&plan, padding, &mut self.noise, slowness),
             num_decodes: plan.num_decodes as u32,
             prefill_tokens: (plan.num_tokens() - plan.num_decodes) as u32,
             sequences: plan.num_seqs() as u32,

@@ -20,6 +20,8 @@ const EXACT: CostProfile = CostProfile {
     t_sample_s: 0.0,
     t_copy_s: 0.0,
     noise_sigma: 0.0,
+    slow_sigma: 0.0,
+    slow_s: 0.0,
 };
 
 #[test]
@@ -138,6 +140,8 @@ fn capacity_is_the_rate_at_which_a_burst_is_served() {
         t_ctx_s: 0.0,
         t_pair_s: 0.0,
         noise_sigma: 0.0,
+        slow_sigma: 0.0,
+        slow_s: 0.0,
     };
     let config = SimConfig::new(settings, profile);
     // Two iterations each: 50 a second, though they come one a second and give up.
@@ -234,4 +238,15 @@ fn what_cannot_be_simulated_is_refused() {
             ..
         })
     ));
+    let unsteady = CostProfile {
+        slow_s: 4_000.0,
+        ..EXACT
+    };
+    assert_eq!(
+        refused(
+            &SimConfig::new(Settings::default(), unsteady),
+            &workload(Vec::new())
+        ),
+        "profile.slow_s is 4000; it must be from 0 to 1 (t0_s, t_w_s and slow_s: to 3600)"
+    );
 }
