@@ -58,13 +58,13 @@ def test_a_long_prompt_joins_decodes(capsys):
 
 def test_the_simulator_is_held_against_the_engine(tmp_path, capsys):
     trace = tmp_path / "tiny.csv.gz"
-    lines = [f"{at / 10},{40 + at},{30 + at}" for at in range(8)]
+    lines = [f"{at / 10},{40 + at},{30 + at}" for at in range(10)]
     with gzip.open(trace, "wt") as file:
         file.write("\n".join(["arrival_s,input_tokens,output_tokens", *lines]))
-    sizes = ["--divide", "1", "--lessons", "2", "--requests", "2"]
-    rates = ["--rates", "20", "40", "--runs", "2"]
-    assert fidelity.main([*SLOW, "--trace", str(trace), *sizes, *rates]) in (0, 1)
-    out = capsys.readouterr().out
+    sizes = ["--divide", "1", "--warm-up", "2", "--lessons", "2", "--requests", "2", "--seeds", "2"]
+    command = [*SLOW, "--trace", str(trace), *sizes]
+    assert fidelity.main([*command, "--rates", "20", "40", "--runs", "2"]) in (0, 1)
+    out, err = capsys.readouterr()
     assert re.findall(r"^(\d+) requests/s, load \d", out, re.MULTILINE) == ["20", "40"]
     rows = re.findall(r"^  (\w+) p(?:50|99) +([\d.]+) +([\d.]+) ", out, re.MULTILINE)
     assert [name for name, *_ in rows] == ["TTFT", "TTFT", "TPOT", "TPOT", "E2E", "E2E"] * 2
@@ -73,6 +73,24 @@ def test_the_simulator_is_held_against_the_engine(tmp_path, capsys):
         assert math.isfinite(float(simulated))
         assert float(simulated) > 0
     assert out.count("time of an iteration: off by") == 2
+    assert out.count("lessons beside what was learned: ") == 2
+    capacity = float(re.search(r"capacity ([\d.]+) requests/s", err)[1])
+    assert re.findall(r"run (\d of \d at \d+) ", err) == [
+        "1 of 2 at 20",
+        "1 of 2 at 40",
+        "2 of 2 at 20",
+        "2 of 2 at 40",
+    ]
+
+    # Loads are shares of the capacity.
+    assert fidelity.main([*command, "--loads", "0.5", "--runs", "1"]) in (0, 1)
+    out, err = capsys.readouterr()
+    assert float(re.search(r"capacity ([\d.]+) requests/s", err)[1]) == pytest.approx(
+        capacity, rel=0.5
+    )
+    rate, load = re.search(r"^([\d.]+) requests/s, load ([\d.]+), 1 runs", out).groups()
+    assert float(rate) == pytest.approx(0.5 * capacity, rel=0.5)
+    assert float(load) == pytest.approx(0.5, rel=0.3)
     with pytest.raises(SystemExit):
-        fidelity.main([*SLOW, "--trace", str(trace), *sizes, "--runs", "3"])
-    assert "has 8 requests; 3 runs need 12" in capsys.readouterr().err
+        fidelity.main([*command, "--runs", "3"])
+    assert "has 10 requests; 3 runs need 14" in capsys.readouterr().err

@@ -133,6 +133,10 @@ class Bench:
             self._capacities[key] = rate or 0.0
         return self._capacities[key]
 
+    def on(self, profile: Profile) -> Bench:
+        """Change the profile, and with it the capacities."""
+        return replace(self, profile=profile, _capacities={})
+
     def at_load(self, load: float, trace: Trace | None = None) -> Workload:
         """Scale the arrivals to ``load`` times the capacity."""
         trace = trace or self.trace
