@@ -74,7 +74,6 @@ def test_the_simulator_is_held_against_the_engine(tmp_path, capsys):
         assert float(simulated) > 0
     assert out.count("time of an iteration: off by") == 2
     assert out.count("lessons beside what was learned: ") == 2
-    capacity = float(re.search(r"capacity ([\d.]+) requests/s", err)[1])
     assert re.findall(r"run (\d of \d at \d+) ", err) == [
         "1 of 2 at 20",
         "1 of 2 at 40",
@@ -82,15 +81,13 @@ def test_the_simulator_is_held_against_the_engine(tmp_path, capsys):
         "2 of 2 at 40",
     ]
 
-    # Loads are shares of the capacity.
+    # Loads are shares of the capacity after the warm-up; the load told is as the lesson had it.
     assert fidelity.main([*command, "--loads", "0.5", "--runs", "1"]) in (0, 1)
     out, err = capsys.readouterr()
-    assert float(re.search(r"capacity ([\d.]+) requests/s", err)[1]) == pytest.approx(
-        capacity, rel=0.5
-    )
+    capacity = float(re.search(r"capacity ([\d.]+) requests/s", err)[1])
     rate, load = re.search(r"^([\d.]+) requests/s, load ([\d.]+), 1 runs", out).groups()
-    assert float(rate) == pytest.approx(0.5 * capacity, rel=0.5)
-    assert float(load) == pytest.approx(0.5, rel=0.3)
+    assert float(rate) == pytest.approx(0.5 * capacity, rel=0.01)
+    assert 0.2 < float(load) < 1.2
     with pytest.raises(SystemExit):
         fidelity.main([*command, "--runs", "3"])
     assert "has 10 requests; 3 runs need 14" in capsys.readouterr().err
