@@ -74,6 +74,26 @@ def test_a_machine_has_slow_seconds():
         logs(slow_sigma=-1.0)
 
 
+def test_a_machine_is_as_slow_as_it_was():
+    alone = Workload.of([0.0], [1], [100])
+    plain = simulate(settings(), EXACT, alone)
+    recorded = [(0.1, 2.0), (0.3, 0.5)]
+    unsteady = replace(EXACT, slow_sigma=0.5, slow_s=1.0)
+    slow = simulate(settings(), unsteady, alone, Options(slowness=recorded))
+    stretch = np.searchsorted([start for start, _ in recorded], slow.iteration_start_s, "right")
+    assert set(stretch) == {0, 1, 2}
+    factor = np.array([1.0, 2.0, 0.5])[stretch]
+    np.testing.assert_allclose(slow.iteration_s, factor * plain.iteration_s, atol=1.1e-6)
+    for wrong, message in [
+        ([(-1.0, 1.0)], "stretch 0 of the slowness: start_s is -1; it must be from 0 to 1e9"),
+        ([(2.0, 1.0), (1.0, 1.0)], "stretch 1 of the slowness: start_us is 1000000; it must be "),
+        ([(0.0, 1.0), (1.0, 0.0)], "stretch 1 of the slowness: factor is 0; it must be above 0"),
+    ]:
+        with pytest.raises(ConfigError, match=message) as refused:
+            simulate(settings(), EXACT, alone, Options(slowness=wrong))
+        assert refused.value.code == "invalid_slowness"
+
+
 def test_service_goes_to_tenants():
     workload = crowd()
     options = Options(service_interval=10, gap_weights=[1.0, 1.0])

@@ -153,6 +153,11 @@ class Options:
     """Whether every gap between two tokens is kept."""
     service_interval: int | None = None
     """Iterations between two samples of what each tenant has received; None: no samples."""
+    slowness: Sequence[tuple[float, float]] | None = None
+    """How slow the machine was, in place of the profile's slow seconds: from when on, in seconds
+    from the workload's start, and how many times as long iterations take that begin then, or later
+    but before the next entry. Before the first they take as long as the profile says. Times rise.
+    :func:`capacity` does without. None: as slow as the profile says."""
     max_iterations: int | None = None
     """Iterations after which the simulation is broken off."""
     gap_weights: Sequence[float] | None = None
@@ -225,7 +230,7 @@ def simulate(
     Runs without the GIL; Ctrl-C and exceptions of ``progress`` end it.
 
     Raises:
-        ConfigError: settings, profile or workload cannot be.
+        ConfigError: settings, profile, workload or slowness cannot be.
     """
     result = _core.simulate(settings, profile, workload, options or Options(), progress)
     shape = (-1, len(workload.tenants))
