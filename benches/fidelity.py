@@ -5,16 +5,29 @@
 
 Serves slices of a trace with the default model at two loads, open loop. The first slice tells the
 capacity, of which the loads are shares. At each load the engine's own cost model learns from one
-slice, the lesson; the next is served, and simulated with what was known before it: the
-coefficients, how much faster or slower than those the lesson was, and how unsteady lessons were so
-far. And so on, in turns that are short, since a machine is not as fast in one minute as in the
-next. Each slice is simulated with several seeds, as nobody knows when the slow seconds are.
+slice, the lesson; the next is served and measured; and so on, in turns that are short, since a
+machine is not as fast in one minute as in the next. The client shares the machine's cores with the
+engine, as it would in life. The iterations come from the engine's flight log, which is read when
+all has been served. Every measured slice is then simulated in three ways, with several seeds each:
 
-Prints the latencies of both, of all slices together, and how far they are apart; and how far the
-cost model has been off an iteration's time so far, the mean over the ends of slices. The least and
-the most of single slices stand beside it. Exits with 1 where an aim is missed. The client shares
-the machine's cores with the engine, as it would in life. The iterations come from the engine's
-flight log, which is read when all has been served.
+speed as measured
+    How good are cost model, scheduler under a virtual clock, and both together? Inputs are the
+    requests, when they came, and how slow the machine was when: around each iteration, itself left
+    out, how many times as long as predicted others took (`chairlift.noise.speed_around`). What is
+    wrong in the coefficients for all of them alike is in that, too. Known from before the slice are
+    the coefficients, and how far single iterations of lessons were from those around them.
+    Predicted are what is in each iteration, how long it takes beside others, and so all latencies.
+    The aims are judged on this.
+speed as the engine knew it
+    The same, but of an iteration's start only what the engine knew then: a smoothing of those that
+    had ended (`chairlift.noise.follow`), which is some four iterations late.
+speed not known
+    What could have been said before the slice: it is as fast as the lesson was, and as unsteady as
+    lessons were so far. Nobody knows when a neighbour will be busy.
+
+Prints the latencies, of all slices together, and how far they are apart; and how far the cost model
+has been off an iteration's time so far, the mean over the ends of slices. The least and the most of
+single slices stand beside it. Exits with 1 where an aim is missed.
 """
 
 from __future__ import annotations
@@ -27,7 +40,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,7 +50,7 @@ from chairlift import AsyncEngine, SamplingParams
 from chairlift.config import PolicyConfig
 from chairlift.cost_model import CostCoefficients
 from chairlift.flight_log import FlightLog
-from chairlift.noise import Noise, fit_noise
+from chairlift.noise import Noise, fit_noise, follow, speed_around
 from chairlift.simulation import CostProfile, Floats, Options, Simulation, Workload
 from simulation.bench import PROFILES, Bench, Profile
 from simulation.traces import read_trace
@@ -46,6 +59,8 @@ AIMS = {"TPOT p50": 0.10, "E2E p50": 0.10, "TTFT p99": 0.20}
 """Relative distance that each may have."""
 MODEL_AIM = 0.10
 """Mean absolute error of an iteration's predicted time."""
+LARGEST_ERROR = 0.5
+"""What an iteration of a lesson may be off, as in `chairlift.noise`: a stall is no noise."""
 WARM_UP_RATE = 2.0
 """Requests a second of the first slice."""
 
@@ -127,6 +142,11 @@ class Served:
     latencies: Latencies
     model_error: float
 
+    @property
+    def measured(self) -> slice:
+        """Positions of the requests that were measured: those behind the lesson."""
+        return slice(self.lesson.stop, self.lesson.stop + len(self.workload))
+
 
 async def live(bench: Bench, args: argparse.Namespace, log: Path) -> list[Served]:
     """Serve at each rate in turn, on one engine, each time after other requests to learn from."""
@@ -207,53 +227,135 @@ def capacity(bench: Bench, costs: CostCoefficients, factor: float = 1.0) -> floa
     return bench.on(steady).capacity(bench.trace)
 
 
-class Lessons:
-    """The iterations of every lesson, out of the flight log."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Iterations:
+    """Those of a slice."""
+
+    start_s: Floats  # [I], from the slice's start
+    took_s: Floats  # [I]
+    shapes: Floats  # [I, 6]
+
+    def predicted_s(self, costs: CostCoefficients) -> Floats:  # [I]
+        """How long they should have taken."""
+        return costs.predict_us(self.shapes) / 1e6
+
+    def noise(self, costs: CostCoefficients) -> Noise:
+        """How they differ from the coefficients."""
+        return fit_noise(self.start_s, self.took_s, self.predicted_s(costs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What a slice is simulated with, beside the coefficients."""
+
+    noise: Noise
+    slowness: list[tuple[float, float]] | None
+    """As of :class:`chairlift.simulation.Options`."""
+
+
+class Recording:
+    """The iterations of lessons and of measured slices, out of the flight log."""
 
     def __init__(self, log: Path, served: Sequence[Served]) -> None:
         """Read the log of what was served."""
         measures = json.loads(FlightLog(log).measure().measures())
         requests = sorted(measures["requests"], key=lambda request: request["id"])
+        stats = [request["stats"] for request in requests]
         steps = measures["steps"]
         names = ("sequences", "tokens", "decode_context", "prefill_pairs", "samples", "copies")
         shapes = np.array([[step[name] for name in names] for step in steps], dtype=np.float64)
-        start_us = np.array([step["start_us"] for step in steps], dtype=np.float64)
-        took_us = np.array([max(step["duration_us"], 1) for step in steps], dtype=np.float64)
-        self._lessons = []
-        for run in served:
-            stats = [request["stats"] for request in requests[run.lesson]]
-            first = min(of["arrival"] for of in stats)
-            last = max(of["finished"] for of in stats)
-            within = (start_us >= first) & (start_us <= last)
-            self._lessons.append((start_us[within] / 1e6, took_us[within] / 1e6, shapes[within]))
+        start_s = np.array([step["start_us"] for step in steps], dtype=np.float64) / 1e6
+        took_s = np.array([max(step["duration_us"], 1) for step in steps], dtype=np.float64) / 1e6
 
-    def noise(self, run: int, costs: CostCoefficients) -> Noise:
-        """How the machine differs from the coefficients known before a run.
+        def of(chosen: slice, arrival_s: Floats) -> Iterations:
+            # The client is late by some milliseconds, and least where the slice began.
+            came_s = np.array([each["arrival"] for each in stats[chosen]]) / 1e6
+            zero = float((came_s - arrival_s).min())
+            last = max(each["finished"] for each in stats[chosen]) / 1e6
+            within = (start_s >= zero) & (start_s <= last)
+            return Iterations(
+                start_s=start_s[within] - zero, took_s=took_s[within], shapes=shapes[within]
+            )
+
+        self._served = served
+        self._lessons = [of(run.lesson, np.zeros(1)) for run in served]
+        self._measured = [of(run.measured, run.workload.arrival_s) for run in served]
+
+    def slowdown(self, run: int) -> float:
+        """How many times as long as learned the iterations of a measured slice took, in sum."""
+        measured = self._measured[run]
+        predicted_s = measured.predicted_s(self._served[run].learned)
+        return float(measured.took_s.sum() / predicted_s.sum())
+
+    def speed_not_known(self, run: int) -> World:
+        """What was known before a run.
 
         The factor is that of the lesson just before: coefficients are of hundreds of iterations,
         of which those that took long count less, and a machine is as fast as it was a moment ago
         rather than as it is on average. The noise is that of all lessons so far, each beside its
         own factor; so what changes from one lesson to the next is not in it.
         """
-        parts = []
-        for start_s, took_s, shapes in self._lessons[: run + 1]:
-            predicted_s = costs.predict_us(shapes) / 1e6
-            factor = fit_noise(start_s, took_s, predicted_s).factor
-            parts.append((start_s, took_s, predicted_s * factor))
-        noise = fit_noise(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-        return replace(noise, factor=factor)
+        costs = self._served[run].learned
+        lessons = self._lessons[: run + 1]
+        factors = [lesson.noise(costs).factor for lesson in lessons]
+        noise = fit_noise(
+            np.concatenate([lesson.start_s for lesson in lessons]),
+            np.concatenate([lesson.took_s for lesson in lessons]),
+            np.concatenate(
+                [
+                    lesson.predicted_s(costs) * factor
+                    for lesson, factor in zip(lessons, factors, strict=True)
+                ]
+            ),
+        )
+        return World(noise=replace(noise, factor=factors[-1]), slowness=None)
+
+    def speed_as_measured(self, run: int) -> World:
+        """How slow the machine was in a run."""
+        return self._recorded(run, lambda took_s, predicted_s, _: speed_around(took_s, predicted_s))
+
+    def speed_as_known(self, run: int) -> World:
+        """How slow the machine was in a run, as the engine knew it: first as in the lesson."""
+        return self._recorded(
+            run, lambda took_s, predicted_s, factor: follow(took_s, predicted_s, factor)[:-1]
+        )
+
+    def _recorded(self, run: int, speed: Callable[[Floats, Floats, float], Floats]) -> World:
+        """Take the slowness of a run from it, the noise beside that from the lessons so far.
+
+        ``speed`` tells it of what iterations took, of what they should have taken, and of the
+        lesson's factor. The noise has a factor, too: it is to have median 1.
+        """
+        costs = self._served[run].learned
+        logs = []
+        for lesson in self._lessons[: run + 1]:
+            predicted_s = lesson.predicted_s(costs)
+            factor = lesson.noise(costs).factor
+            ratios = lesson.took_s / (predicted_s * speed(lesson.took_s, predicted_s, factor))
+            logs.append(np.log(np.clip(ratios, 1 - LARGEST_ERROR, 1 + LARGEST_ERROR)))
+        log = np.concatenate(logs)
+        measured = self._measured[run]
+        factors = speed(measured.took_s, measured.predicted_s(costs), factor)
+        # Each from when the one before has ended.
+        times = [0.0, *(measured.start_s + measured.took_s)[:-1]]
+        return World(
+            noise=Noise(factor=float(np.exp(log.mean())), noise_sigma=float(log.std())),
+            slowness=list(zip(times, map(float, factors), strict=True)),
+        )
 
 
-def compare(measured: list[Latencies], predicted: list[Latencies]) -> bool:
-    """Print the latencies of both, of all runs at a rate; whether the aims hold."""
+def compare(measured: list[Latencies], simulated: list[Latencies], *, is_judged: bool) -> bool:
+    """Print how far apart both are, of all runs at a load; whether the aims hold.
+
+    What is not judged is told of the figures that have aims, without them.
+    """
     holds = True
-    print("  milliseconds, measured and simulated, and how far apart (single runs)")
-    ours, theirs = (Latencies.joined(runs).figures() for runs in (measured, predicted))
-    each = [(run.figures(), twin.figures()) for run, twin in zip(measured, predicted, strict=True)]
-    for name in ours:
+    ours, theirs = (Latencies.joined(runs).figures() for runs in (measured, simulated))
+    each = [(run.figures(), twin.figures()) for run, twin in zip(measured, simulated, strict=True)]
+    for name in ours if is_judged else AIMS:
         off = theirs[name] / ours[name] - 1
         singly = np.array([twin[name] / run[name] - 1 for run, twin in each])
-        verdict, is_met = judge(off, AIMS.get(name))
+        verdict, is_met = judge(off, AIMS.get(name) if is_judged else None)
         holds &= is_met
         values = f"{1e3 * ours[name]:9.1f} {1e3 * theirs[name]:9.1f}"
         print(f"  {name:9} {values} {off:+8.1%} {spread(singly)}{verdict}")
@@ -317,41 +419,65 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "flight.log"
         served = asyncio.run(live(bench, args, log))
-        lessons = Lessons(log, served)
-    noises = [lessons.noise(at, run.learned) for at, run in enumerate(served)]
+        recording = Recording(log, served)
+    return 0 if judge_all(bench, served, recording, args.seeds) else 1
+
+
+def judge_all(bench: Bench, served: Sequence[Served], recording: Recording, num_seeds: int) -> bool:
+    """Simulate the slices of each load, print how far off that is; whether the aims hold."""
     holds = True
     for rate in dict.fromkeys(run.rate for run in served):
         chosen = [at for at, run in enumerate(served) if run.rate == rate]
-        runs = [(served[at], noises[at]) for at in chosen]
-        holds &= judge_rate(bench, runs, args.seeds)
-    return 0 if holds else 1
-
-
-def judge_rate(bench: Bench, runs: Sequence[tuple[Served, Noise]], num_seeds: int) -> bool:
-    """Simulate the runs at a rate, print how far off that is; whether the aims hold."""
-    rate = runs[0][0].rate
-    load = np.median([rate / capacity(bench, run.learned, noise.factor) for run, noise in runs])
-    print(f"{rate:.3g} requests/s, load {load:.2f}, {len(runs)} runs")
-    simulated = []
-    for run, noise in runs:
-        unsteady = profile(run.learned, noise, bench.profile.num_kv_blocks)
-        twins = [replace(bench.on(unsteady), seed=bench.seed + seed) for seed in range(num_seeds)]
-        results = [
-            twin.run("simulated", PolicyConfig(), run.workload, Options()).result for twin in twins
+        runs = [served[at] for at in chosen]
+        slow = [recording.slowdown(at) for at in chosen]
+        loads = [
+            rate / capacity(bench, run.learned, factor)
+            for run, factor in zip(runs, slow, strict=True)
         ]
-        simulated.append(Latencies.joined([Latencies.simulated(result) for result in results]))
-    holds = compare([run.latencies for run, _ in runs], simulated)
-    errors = np.array([run.model_error for run, _ in runs])
-    verdict, is_met = judge(float(errors.mean()), MODEL_AIM)
-    print(f"  time of an iteration: off by {errors.mean():.1%} {spread(errors)}{verdict}")
-    factors = np.array([noise.factor for _, noise in runs])
-    last = runs[-1][1]
-    print(
-        f"  lessons beside what was learned: {factors.min():.2f} to {factors.max():.2f} times as "
-        f"long; noise sigma {last.noise_sigma:.2f}, slow sigma {last.slow_sigma:.2f} "
-        f"for {last.slow_s:.1f} s"
-    )
-    return holds and is_met
+        print(f"{rate:.3g} requests/s, load {np.median(loads):.2f}, {len(runs)} runs")
+        print("  milliseconds, measured and simulated, and how far apart (single runs)")
+        measured = [run.latencies for run in runs]
+        worlds = [recording.speed_as_measured(at) for at in chosen]
+        print(
+            f"  speed as measured: {min(slow):.2f} to {max(slow):.2f} times as long as learned; "
+            f"noise sigma {worlds[-1].noise.noise_sigma:.2f}"
+        )
+        holds &= compare(measured, simulated(bench, runs, worlds, num_seeds), is_judged=True)
+        errors = np.array([run.model_error for run in runs])
+        verdict, is_met = judge(float(errors.mean()), MODEL_AIM)
+        holds &= is_met
+        print(f"  time of an iteration: off by {errors.mean():.1%} {spread(errors)}{verdict}")
+        worlds = [recording.speed_as_known(at) for at in chosen]
+        print(f"  speed as the engine knew it: noise sigma {worlds[-1].noise.noise_sigma:.2f}")
+        compare(measured, simulated(bench, runs, worlds, num_seeds), is_judged=False)
+        worlds = [recording.speed_not_known(at) for at in chosen]
+        factors = [world.noise.factor for world in worlds]
+        last = worlds[-1].noise
+        print(
+            f"  speed not known: lessons took {min(factors):.2f} to {max(factors):.2f} times as "
+            f"long; noise sigma {last.noise_sigma:.2f}, slow sigma {last.slow_sigma:.2f} "
+            f"for {last.slow_s:.1f} s"
+        )
+        compare(measured, simulated(bench, runs, worlds, num_seeds), is_judged=False)
+    return holds
+
+
+def simulated(
+    bench: Bench, runs: Sequence[Served], worlds: Sequence[World], num_seeds: int
+) -> list[Latencies]:
+    """Simulate each run with several seeds."""
+    latencies = []
+    for run, world in zip(runs, worlds, strict=True):
+        on = bench.on(profile(run.learned, world.noise, bench.profile.num_kv_blocks))
+        options = Options(slowness=world.slowness)
+        results = [
+            replace(on, seed=bench.seed + seed)
+            .run("simulated", PolicyConfig(), run.workload, options)
+            .result
+            for seed in range(num_seeds)
+        ]
+        latencies.append(Latencies.joined([Latencies.simulated(result) for result in results]))
+    return latencies
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from chairlift.noise import Noise, fit_noise
+from chairlift.noise import Noise, fit_noise, follow, speed_around
 from chairlift.simulation import CostProfile, Options, Workload, simulate
 from simulations import settings
 
@@ -72,3 +72,31 @@ def test_little_is_known_of_few():
         fit_noise(start[:3], took[:2], took[:2])
     with pytest.raises(ValueError, match="must be above 0"):
         fit_noise(start[:3], took[:3], np.zeros(3))
+
+
+def test_how_slow_the_machine_is_is_followed():
+    predicted = np.linspace(0.01, 0.2, 60)
+    measured = predicted * np.repeat([1.0, 1.3], 30)
+    factors = follow(measured, predicted, 1.0)
+    assert len(factors) == 61
+    np.testing.assert_allclose(factors[:31], 1.0)  # an iteration is not known before it ends
+    np.testing.assert_allclose(factors[31:34] - 1.3, -0.3 * 0.75 ** np.arange(1, 4))
+    assert factors[-1] == pytest.approx(1.3, rel=1e-3)
+    # A stall moves it by an eighth at most, whatever came before.
+    np.testing.assert_allclose(follow(np.array([9.0, 1e-9]), np.ones(2), 2.0), [2, 2.25, 1.96875])
+
+
+def test_how_slow_the_machine_was_is_told_by_those_around():
+    predicted = np.linspace(0.01, 0.2, 60)
+    measured = predicted * np.repeat([1.0, 1.3], 30)
+    factors = speed_around(measured, predicted)
+    np.testing.assert_allclose(factors[:26], 1.0)
+    assert (np.diff(factors[25:35]) > -0.05).all()
+    np.testing.assert_allclose(factors[34:], 1.3)
+    # Itself it is not among them, and as a neighbour a stall is 1.5 times what others are.
+    measured[10] *= 100
+    stalled = speed_around(measured, predicted)
+    assert stalled[10] == pytest.approx(1.0)
+    np.testing.assert_allclose(stalled[[6, 9, 11, 14]], 1.5 ** (1 / 8))
+    np.testing.assert_array_equal(speed_around(np.array([0.3]), np.array([0.1])), [1.0])
+    np.testing.assert_allclose(speed_around(np.array([3.0, 2.0]), np.ones(2)), [2.0, 3.0])

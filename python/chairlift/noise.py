@@ -2,6 +2,8 @@
 
 :func:`fit_noise` takes iterations that were measured and says what noise a
 :class:`~chairlift.simulation.CostProfile` must have to be as unsteady as the machine was.
+:func:`speed_around` says how slow the machine was when, :func:`follow` what an engine knew of it
+then.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ _NEIGHBOURS = 4
 """Iterations on either side that say how fast the machine was."""
 _LARGEST_ERROR = 0.5
 """What an iteration may be off from them, as in ``rust/core/src/predict/iteration_time.rs``."""
+_FOLLOWS = 0.25
+"""Share of an iteration's error that the engine's cost model takes over, as there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +79,7 @@ def fit_noise(start_s: Floats, measured_s: Floats, predicted_s: Floats) -> Noise
         raise ValueError("measured and predicted times must be above 0")
     logs = np.log(measured_s / predicted_s)
     around = _running_median(logs)
-    logs = around + np.clip(logs - around, *np.log([1 - _LARGEST_ERROR, 1 + _LARGEST_ERROR]))
+    logs = _clipped(logs, around)
     variance = float(logs.var())
     slow_variance, slow_s = 0.0, 0.0
     if len(logs) >= _FEWEST:
@@ -88,6 +92,55 @@ def fit_noise(start_s: Floats, measured_s: Floats, predicted_s: Floats) -> Noise
         slow_sigma=math.sqrt(slow_variance),
         slow_s=slow_s,
     )
+
+
+def speed_around(measured_s: Floats, predicted_s: Floats) -> Floats:  # [I]
+    """How many times as long as predicted iterations took around each of ``I``, itself left out.
+
+    It is the geometric mean of the four on either side, of which one that was stalled counts as no
+    more than 1.5 times their median, and no less than half of it; 1 where there are none. What an
+    iteration took is not in its own factor, and the factor does not lag.
+
+    Args:
+        measured_s: ``[I]``, above 0.
+        predicted_s: ``[I]``, above 0.
+    """
+    logs = np.log(measured_s / predicted_s)
+    factors = np.ones(len(logs))
+    for at in range(len(logs)):
+        before = logs[max(at - _NEIGHBOURS, 0) : at]
+        others = np.concatenate((before, logs[at + 1 : at + 1 + _NEIGHBOURS]))
+        if len(others):
+            factors[at] = math.exp(_clipped(others, float(np.median(others))).mean())
+    return factors
+
+
+def _clipped(logs: Floats, around: Floats | float) -> Floats:
+    """Logarithms of which none is further off than the largest error."""
+    clipped: Floats = around + np.clip(
+        logs - around, math.log(1 - _LARGEST_ERROR), math.log(1 + _LARGEST_ERROR)
+    )
+    return clipped
+
+
+def follow(measured_s: Floats, predicted_s: Floats, factor: float) -> Floats:  # [I + 1]
+    """How many times as long as predicted iterations take, before each of ``I`` and after the last.
+
+    It begins with ``factor`` and follows the iterations by exponential smoothing, as the engine's
+    own cost model does (``rust/core/src/predict/iteration_time.rs``): what is said of the moment
+    before an iteration comes from those before it alone. An iteration that was stalled moves it by
+    an eighth at most.
+
+    Args:
+        measured_s: ``[I]``.
+        predicted_s: ``[I]``, above 0.
+        factor: above 0.
+    """
+    factors = [factor]
+    for ratio in measured_s / predicted_s:
+        error = min(max(ratio / factors[-1] - 1, -_LARGEST_ERROR), _LARGEST_ERROR)
+        factors.append(factors[-1] * (1 + _FOLLOWS * error))
+    return np.array(factors)
 
 
 def _running_median(logs: Floats) -> Floats:  # [I]
