@@ -58,21 +58,40 @@ def test_a_long_prompt_joins_decodes(capsys):
 
 def test_the_simulator_is_held_against_the_engine(tmp_path, capsys):
     trace = tmp_path / "tiny.csv.gz"
-    lines = [f"{at / 10},{40 + at},{30 + at}" for at in range(8)]
+    lines = [f"{at / 10},{40 + at},{30 + at}" for at in range(10)]
     with gzip.open(trace, "wt") as file:
         file.write("\n".join(["arrival_s,input_tokens,output_tokens", *lines]))
-    sizes = ["--divide", "1", "--lessons", "2", "--requests", "2"]
-    rates = ["--rates", "20", "40", "--runs", "2"]
-    assert fidelity.main([*SLOW, "--trace", str(trace), *sizes, *rates]) in (0, 1)
-    out = capsys.readouterr().out
+    sizes = ["--divide", "1", "--warm-up", "2", "--lessons", "2", "--requests", "2", "--seeds", "2"]
+    command = [*SLOW, "--trace", str(trace), *sizes]
+    assert fidelity.main([*command, "--rates", "20", "40", "--runs", "2"]) in (0, 1)
+    out, err = capsys.readouterr()
     assert re.findall(r"^(\d+) requests/s, load \d", out, re.MULTILINE) == ["20", "40"]
     rows = re.findall(r"^  (\w+) p(?:50|99) +([\d.]+) +([\d.]+) ", out, re.MULTILINE)
-    assert [name for name, *_ in rows] == ["TTFT", "TTFT", "TPOT", "TPOT", "E2E", "E2E"] * 2
+    judged = ["TTFT", "TTFT", "TPOT", "TPOT", "E2E", "E2E"]
+    told = ["TPOT", "E2E", "TTFT"]
+    assert [name for name, *_ in rows] == [*judged, *told, *told] * 2
+    ways = re.findall(r"^  (speed [a-z ]+): ", out, re.MULTILINE)
+    assert ways == ["speed as measured", "speed as the engine knew it", "speed not known"] * 2
+    assert out.count(" aim ") == 2 * (3 + 1)
     for _, measured, simulated in rows:
         assert float(measured) >= 9
         assert math.isfinite(float(simulated))
         assert float(simulated) > 0
     assert out.count("time of an iteration: off by") == 2
+    assert re.findall(r"run (\d of \d at \d+) ", err) == [
+        "1 of 2 at 20",
+        "1 of 2 at 40",
+        "2 of 2 at 20",
+        "2 of 2 at 40",
+    ]
+
+    # Loads are shares of the capacity after the warm-up; the load told is as the slice had it.
+    assert fidelity.main([*command, "--loads", "0.5", "--runs", "1"]) in (0, 1)
+    out, err = capsys.readouterr()
+    capacity = float(re.search(r"capacity ([\d.]+) requests/s", err)[1])
+    rate, load = re.search(r"^([\d.]+) requests/s, load ([\d.]+), 1 runs", out).groups()
+    assert float(rate) == pytest.approx(0.5 * capacity, rel=0.01)
+    assert 0.2 < float(load) < 1.2
     with pytest.raises(SystemExit):
-        fidelity.main([*SLOW, "--trace", str(trace), *sizes, "--runs", "3"])
-    assert "has 8 requests; 3 runs need 12" in capsys.readouterr().err
+        fidelity.main([*command, "--runs", "3"])
+    assert "has 10 requests; 3 runs need 14" in capsys.readouterr().err

@@ -255,7 +255,7 @@ def test_a_profile_is_a_name_or_a_file(tmp_path):
     path = tmp_path / "mine.json"
     values = dict.fromkeys(("t0_s", "t_seq_s", "t_w_s", "t_tok_s", "t_ctx_s"), 0.001)
     path.write_text(json.dumps(values), encoding="utf-8")
-    with pytest.raises(ValueError, match="the keys must be noise_sigma, num_kv_blocks"):
+    with pytest.raises(ValueError, match="the keys must be noise_sigma, num_kv_blocks, slow_s"):
         read_profile(str(path))
     values |= {"t_pair_s": 0.0, "noise_sigma": 0.0, "num_kv_blocks": 77}
     path.write_text(json.dumps(values), encoding="utf-8")

@@ -52,6 +52,48 @@ def test_the_same_seed_gives_the_same_result():
     assert first.end_s != other.end_s
 
 
+def test_a_machine_has_slow_seconds():
+    # One answer: iterations follow each other without a gap.
+    alone = Workload.of([0.0], [1], [2_000])
+    noisy = replace(EXACT, noise_sigma=0.1)
+
+    def logs(seed=1, **noise):
+        result = simulate(settings(), replace(noisy, **noise), alone, Options(seed=seed))
+        return np.log(result.iteration_s / exact.iteration_s)
+
+    exact = simulate(settings(), EXACT, alone)
+    own = logs()
+    assert own.std() == pytest.approx(0.1, rel=0.05)
+    np.testing.assert_array_equal(own, logs(slow_s=20.0))
+    lasting = logs(slow_sigma=0.3, slow_s=20.0) - own
+    assert np.abs(lasting).max() > 0.3
+    assert np.abs(np.diff(lasting)).max() < 0.2  # from an iteration of 0.2 s at most to the next
+    np.testing.assert_array_equal(lasting, logs(slow_sigma=0.3, slow_s=20.0) - own)
+    assert (lasting != logs(seed=2, slow_sigma=0.3, slow_s=20.0) - logs(seed=2)).any()
+    with pytest.raises(ConfigError, match=r"profile\.slow_sigma is -1; it must be from 0 to 1"):
+        logs(slow_sigma=-1.0)
+
+
+def test_a_machine_is_as_slow_as_it_was():
+    alone = Workload.of([0.0], [1], [100])
+    plain = simulate(settings(), EXACT, alone)
+    recorded = [(0.1, 2.0), (0.3, 0.5)]
+    unsteady = replace(EXACT, slow_sigma=0.5, slow_s=1.0)
+    slow = simulate(settings(), unsteady, alone, Options(slowness=recorded))
+    stretch = np.searchsorted([start for start, _ in recorded], slow.iteration_start_s, "right")
+    assert set(stretch) == {0, 1, 2}
+    factor = np.array([1.0, 2.0, 0.5])[stretch]
+    np.testing.assert_allclose(slow.iteration_s, factor * plain.iteration_s, atol=1.1e-6)
+    for wrong, message in [
+        ([(-1.0, 1.0)], "stretch 0 of the slowness: start_s is -1; it must be from 0 to 1e9"),
+        ([(2.0, 1.0), (1.0, 1.0)], "stretch 1 of the slowness: start_us is 1000000; it must be "),
+        ([(0.0, 1.0), (1.0, 0.0)], "stretch 1 of the slowness: factor is 0; it must be above 0"),
+    ]:
+        with pytest.raises(ConfigError, match=message) as refused:
+            simulate(settings(), EXACT, alone, Options(slowness=wrong))
+        assert refused.value.code == "invalid_slowness"
+
+
 def test_service_goes_to_tenants():
     workload = crowd()
     options = Options(service_interval=10, gap_weights=[1.0, 1.0])

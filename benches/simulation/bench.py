@@ -59,8 +59,8 @@ def read_profile(name: str) -> Profile:
     values = json.loads(path.read_text(encoding="utf-8"))
     wanted = {item.name for item in fields(CostProfile)} | {"num_kv_blocks"}
     if isinstance(values, dict):
-        for cost in ("t_sample_s", "t_copy_s"):
-            values.setdefault(cost, 0.0)  # profiles from before there was one
+        for later in ("t_sample_s", "t_copy_s", "slow_sigma", "slow_s"):
+            values.setdefault(later, 0.0)  # profiles from before there was one
     if not isinstance(values, dict) or values.keys() != wanted:
         raise ValueError(f"{path}: the keys must be {', '.join(sorted(wanted))}")
     num_kv_blocks = values.pop("num_kv_blocks")
@@ -132,6 +132,10 @@ class Bench:
                 )
             self._capacities[key] = rate or 0.0
         return self._capacities[key]
+
+    def on(self, profile: Profile) -> Bench:
+        """Change the profile, and with it the capacities."""
+        return replace(self, profile=profile, _capacities={})
 
     def at_load(self, load: float, trace: Trace | None = None) -> Workload:
         """Scale the arrivals to ``load`` times the capacity."""

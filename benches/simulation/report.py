@@ -115,7 +115,10 @@ def state_of(bench: Bench, run: Run, **more: str) -> dict[str, str]:
     """Conditions under which a run was made."""
     profile, settings = bench.profile, run.settings
     divided = "" if bench.divided_by == 1 else f", lengths divided by {bench.divided_by}"
-    noise = f"noise sigma {profile.cost.noise_sigma:g}"
+    cost = profile.cost
+    noise = f"noise sigma {cost.noise_sigma:g}"
+    if cost.slow_sigma:
+        noise += f", slow sigma {cost.slow_sigma:g} for {cost.slow_s:g} s"
     return {
         "profile": f"{profile.name}, {noise}",
         "pool": f"{profile.num_kv_blocks:,} blocks of {settings.block_size}",

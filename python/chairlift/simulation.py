@@ -41,6 +41,11 @@ class CostProfile:
     ``t0 + t_seq * sequences + max(t_w, t_tok * tokens) + t_ctx * (sum of the decodes' contexts)
     + t_pair * (sum over prefill chunks of chunk * (context before + chunk / 2))
     + t_sample * samples + t_copy * (blocks copied from and to the host)``, times lognormal noise.
+
+    One part of the noise is each iteration's own. The other lasts, as a machine is slow for some
+    seconds: its logarithm is an Ornstein-Uhlenbeck process in virtual time (Uhlenbeck and Ornstein,
+    1930), taken from one iteration's start to the next exactly, however long that is (Gillespie,
+    1996). Both have median 1, so their mean is ``exp((noise_sigma**2 + slow_sigma**2) / 2)``.
     """
 
     t0_s: float
@@ -60,7 +65,11 @@ class CostProfile:
     t_copy_s: float = 0.0
     """A block that is copied from or to the host; by default that takes no time."""
     noise_sigma: float = 0.03
-    """Standard deviation of the logarithm of the noise."""
+    """Standard deviation of the logarithm of the noise that is each iteration's own."""
+    slow_sigma: float = 0.0
+    """Standard deviation of the logarithm of the noise that lasts; 0: there is none."""
+    slow_s: float = 0.0
+    """Seconds after which its correlation is 1/e; with 0 it is each iteration's own, too."""
 
 
 _costs, _blocks, _small_blocks = _core.gpu_8b()
@@ -144,6 +153,11 @@ class Options:
     """Whether every gap between two tokens is kept."""
     service_interval: int | None = None
     """Iterations between two samples of what each tenant has received; None: no samples."""
+    slowness: Sequence[tuple[float, float]] | None = None
+    """How slow the machine was, in place of the profile's slow seconds: from when on, in seconds
+    from the workload's start, and how many times as long iterations take that begin then, or later
+    but before the next entry. Before the first they take as long as the profile says. Times rise.
+    :func:`capacity` does without. None: as slow as the profile says."""
     max_iterations: int | None = None
     """Iterations after which the simulation is broken off."""
     gap_weights: Sequence[float] | None = None
@@ -216,7 +230,7 @@ def simulate(
     Runs without the GIL; Ctrl-C and exceptions of ``progress`` end it.
 
     Raises:
-        ConfigError: settings, profile or workload cannot be.
+        ConfigError: settings, profile, workload or slowness cannot be.
     """
     result = _core.simulate(settings, profile, workload, options or Options(), progress)
     shape = (-1, len(workload.tenants))

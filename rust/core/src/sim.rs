@@ -5,7 +5,8 @@
 //! - The clock jumps from event to event: arrivals, aborts, retries and the end of the step in flight,
 //!   and whenever the engine wants to be called ([`Engine::next_wake`]), also in the middle of a step
 //!   (`world`).
-//! - The executor takes the time that a [`CostProfile`] says, with noise.
+//! - The executor takes the time that a [`CostProfile`] says, with noise, on a machine that may be slow
+//!   for some seconds, by chance or as it was recorded (`slowness`).
 //! - The model ends an answer at its true length ([`Workload`]), which no policy can see.
 //! - Clients that are rejected try once more, and some give up (`clients`).
 //!
@@ -19,6 +20,7 @@ mod profile;
 mod random;
 mod record;
 mod service;
+mod slowness;
 mod workload;
 mod world;
 
@@ -29,6 +31,7 @@ pub use profile::CostProfile;
 pub use random::{Cause, Random};
 pub use record::{Gap, Iteration, IterationView, Outcome, Record, ServiceSample, SimOutcome};
 pub use service::{Services, TenantService};
+pub use slowness::Stretch;
 pub use workload::{SimRequest, Workload};
 
 use crate::Engine;
@@ -58,6 +61,9 @@ pub struct SimConfig {
     pub keep_gaps: bool,
     /// Iterations between two [`SimOutcome::services`]; `None` keeps none.
     pub service_interval: Option<u32>,
+    /// How slow the machine was, instead of the profile's slow seconds: as predicted before the first
+    /// stretch, and as in the last one after it.
+    pub slowness: Option<Vec<Stretch>>,
 }
 
 impl SimConfig {
@@ -71,6 +77,7 @@ impl SimConfig {
             retry: true,
             keep_gaps: false,
             service_interval: None,
+            slowness: None,
         }
     }
 }
@@ -84,6 +91,18 @@ pub enum SimError {
     /// A number of the cost profile is not allowed.
     #[error("profile.{field} is {value}; it must be {allowed}")]
     Profile {
+        /// The number.
+        field: &'static str,
+        /// Its value, as text.
+        value: String,
+        /// What is allowed, as a phrase.
+        allowed: &'static str,
+    },
+    /// A stretch of a recorded slowness is not allowed.
+    #[error("stretch {stretch} of the slowness: {field} is {value}; it must be {allowed}")]
+    Slowness {
+        /// Its position.
+        stretch: usize,
         /// The number.
         field: &'static str,
         /// Its value, as text.
@@ -119,6 +138,7 @@ impl SimError {
         match self {
             Self::Config(error) => error.code(),
             Self::Profile { .. } => "invalid_profile",
+            Self::Slowness { .. } => "invalid_slowness",
             Self::Workload { .. } => "invalid_workload",
             Self::Stuck { .. } => "engine_stuck",
         }
@@ -139,7 +159,8 @@ where
 }
 
 /// Requests a second that continuous FCFS with optimistic memory serves when the first [`CAPACITY_REQUESTS`] are all there at
-/// time 0: the capacity of profile, pool and workload, whatever the policy of `config` is.
+/// time 0: the capacity of profile, pool and workload, whatever the policy and the recorded slowness of
+/// `config` are.
 ///
 /// `None` if `observe` broke off, or there are no requests.
 pub fn capacity<F>(
@@ -160,6 +181,7 @@ where
             max_queued_tokens: None,
             ..config.settings.clone()
         },
+        slowness: None,
         ..config.clone()
     };
     let burst = workload.burst(CAPACITY_REQUESTS);

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use chairlift_core::Engine;
 use chairlift_core::config::policy::Price;
 use chairlift_core::sim::{
-    self, CostProfile, GapProbe, SimConfig, SimError, SimRequest, TenantService, Workload,
+    self, CostProfile, GapProbe, SimConfig, SimError, SimRequest, Stretch, TenantService, Workload,
 };
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::PyRuntimeError;
@@ -35,6 +35,7 @@ struct OptionsView {
     abort_share: f64,
     keep_gaps: bool,
     service_interval: Option<u32>,
+    slowness: Option<Vec<(f64, f64)>>,
     max_iterations: Option<u64>,
     gap_weights: Option<Vec<f64>>,
 }
@@ -202,7 +203,24 @@ fn read_config(
         retry: options.retry,
         keep_gaps: options.keep_gaps,
         service_interval: options.service_interval,
+        slowness: options.slowness.as_deref().map(read_slowness).transpose()?,
     })
+}
+
+/// Reads stretches: seconds of their start, and the factor.
+fn read_slowness(stretches: &[(f64, f64)]) -> PyResult<Vec<Stretch>> {
+    let read = |(at, &(start_s, factor)): (usize, &(f64, f64))| {
+        let start_us = in_microseconds(start_s).ok_or_else(|| {
+            sim_error(&SimError::Slowness {
+                stretch: at,
+                field: "start_s",
+                value: start_s.to_string(),
+                allowed: "from 0 to 1e9",
+            })
+        })?;
+        Ok(Stretch { start_us, factor })
+    };
+    stretches.iter().enumerate().map(read).collect()
 }
 
 /// Reads a `chairlift.simulation.CostProfile`.
@@ -218,6 +236,8 @@ fn read_profile(profile: &Bound<'_, PyAny>) -> PyResult<CostProfile> {
         t_sample_s: value("t_sample_s")?,
         t_copy_s: value("t_copy_s")?,
         noise_sigma: value("noise_sigma")?,
+        slow_sigma: value("slow_sigma")?,
+        slow_s: value("slow_s")?,
     })
 }
 
@@ -334,11 +354,16 @@ fn unsigned(name: &str, values: Vec<i32>) -> PyResult<Vec<u32>> {
 }
 
 fn microseconds(name: &str, seconds: f64) -> PyResult<u64> {
-    if (0.0..=1e9).contains(&seconds) {
-        return Ok((seconds * 1e6).round() as u64);
-    }
-    let message = format!("workload: {name} has {seconds}; it must be from 0 to 1e9 seconds");
-    Err(setup_error(&message, INVALID))
+    in_microseconds(seconds).ok_or_else(|| {
+        let message = format!("workload: {name} has {seconds}; it must be from 0 to 1e9 seconds");
+        setup_error(&message, INVALID)
+    })
+}
+
+fn in_microseconds(seconds: f64) -> Option<u64> {
+    (0.0..=1e9)
+        .contains(&seconds)
+        .then(|| (seconds * 1e6).round() as u64)
 }
 
 /// Code of a workload that is refused, as the core has it.
@@ -348,7 +373,7 @@ fn sim_error(error: &SimError) -> PyErr {
     match error {
         SimError::Config(error) => config_error(error),
         SimError::Stuck { .. } => PyRuntimeError::new_err(error.to_string()),
-        SimError::Profile { .. } | SimError::Workload { .. } => {
+        SimError::Profile { .. } | SimError::Slowness { .. } | SimError::Workload { .. } => {
             setup_error(&error.to_string(), error.code())
         }
     }

@@ -13,7 +13,8 @@ use crate::sim::random::Random;
 ///    + t_pair * (sum over prefill chunks of chunk * (context before + chunk / 2)) + t_sample * samples
 ///    + t_copy * (blocks copied from and to the host)
 /// ```
-/// times lognormal noise. A sequence that is done and stays until all of its batch are (static
+/// times lognormal noise, of which one part is each iteration's own and the other lasts: the machine is
+/// slow or fast for some seconds (`slow_sigma`, `slow_s`; see `slowness`). A sequence that is done and stays until all of its batch are (static
 /// batching) costs what a decode costs: its row is computed all the same. The maximum is the roofline of the linear layers: reading the weights, or
 /// the arithmetic of the tokens, whichever takes longer; the last two terms are attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -34,8 +35,12 @@ pub struct CostProfile {
     pub t_sample_s: f64,
     /// A block that is copied from or to the host.
     pub t_copy_s: f64,
-    /// Standard deviation of the logarithm of the noise.
+    /// Standard deviation of the logarithm of the noise that is each iteration's own.
     pub noise_sigma: f64,
+    /// Standard deviation of the logarithm of how many times as long iterations take at a moment.
+    pub slow_sigma: f64,
+    /// Seconds after which that logarithm's correlation is 1/e; with 0 it is each iteration's own, too.
+    pub slow_s: f64,
 }
 
 impl CostProfile {
@@ -51,6 +56,8 @@ impl CostProfile {
         t_sample_s: 0.0,
         t_copy_s: 0.0,
         noise_sigma: 0.03,
+        slow_sigma: 0.0,
+        slow_s: 0.0,
     };
     /// Blocks of 16 in the pool of [`Self::GPU_8B`]: 60 GB.
     pub const GPU_8B_BLOCKS: u32 = 28_600;
@@ -58,7 +65,7 @@ impl CostProfile {
     pub const GPU_8B_SMALL_BLOCKS: u32 = 4_000;
 
     /// Names and values, in the order of the formula.
-    pub fn named(&self) -> [(&'static str, f64); 9] {
+    pub fn named(&self) -> [(&'static str, f64); 11] {
         [
             ("t0_s", self.t0_s),
             ("t_seq_s", self.t_seq_s),
@@ -69,6 +76,8 @@ impl CostProfile {
             ("t_sample_s", self.t_sample_s),
             ("t_copy_s", self.t_copy_s),
             ("noise_sigma", self.noise_sigma),
+            ("slow_sigma", self.slow_sigma),
+            ("slow_s", self.slow_s),
         ]
     }
 
@@ -110,28 +119,35 @@ impl CostProfile {
             + self.t_copy_s * plan.num_host_copies() as f64
     }
 
-    /// Microseconds that the plan's iteration takes, noise included; at least 1.
-    pub(crate) fn duration_us(&self, plan: &StepPlan, padding: Padding, noise: &mut Random) -> u64 {
+    /// Microseconds that the plan's iteration takes, noise included, on a machine that takes `slowness`
+    /// times as long at the moment; at least 1.
+    pub(crate) fn duration_us(
+        &self,
+        plan: &StepPlan,
+        padding: Padding,
+        noise: &mut Random,
+        slowness: f64,
+    ) -> u64 {
         let factor = if self.noise_sigma > 0.0 {
             (self.noise_sigma * noise.normal()).exp()
         } else {
             1.0
         };
-        ((self.seconds(plan, padding) * factor * 1e6).round() as u64).max(1)
+        ((self.seconds(plan, padding) * factor * slowness * 1e6).round() as u64).max(1)
     }
 
     /// Checks that time is a finite number and never runs backwards.
     pub(crate) fn validate(&self) -> Result<(), SimError> {
         for (field, value) in self.named() {
             let most = match field {
-                "t0_s" | "t_w_s" => 3_600.0,
+                "t0_s" | "t_w_s" | "slow_s" => 3_600.0,
                 _ => 1.0,
             };
             if !(0.0..=most).contains(&value) {
                 return Err(SimError::Profile {
                     field,
                     value: value.to_string(),
-                    allowed: "from 0 to 1 (t0_s and t_w_s: to 3600)",
+                    allowed: "from 0 to 1 (t0_s, t_w_s and slow_s: to 3600)",
                 });
             }
         }

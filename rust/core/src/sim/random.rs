@@ -7,6 +7,8 @@ pub enum Cause {
     Noise,
     /// Who gives up, and when.
     Aborts,
+    /// When the machine is slow.
+    Slowness,
 }
 
 /// `SplitMix64` (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA'14).
@@ -19,6 +21,7 @@ impl Random {
         let stream = match cause {
             Cause::Noise => 1,
             Cause::Aborts => 2,
+            Cause::Slowness => 3,
         };
         Self(mix(seed ^ mix(stream)))
     }
@@ -67,6 +70,7 @@ mod tests {
         let noise = first(7, Cause::Noise);
         assert_eq!(noise, first(7, Cause::Noise));
         assert_ne!(noise, first(7, Cause::Aborts));
+        assert_ne!(noise, first(7, Cause::Slowness));
         assert_ne!(noise, first(8, Cause::Noise));
     }
 }

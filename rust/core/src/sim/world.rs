@@ -21,6 +21,7 @@ use crate::request::{Finish, Time};
 use crate::sim::clients::Clients;
 use crate::sim::random::{Cause, Random};
 use crate::sim::record::{Iteration, IterationView, Outcome, ServiceSample, SimOutcome};
+use crate::sim::slowness::{self, Slowness};
 use crate::sim::workload::{EOS, FILLER, VOCAB_SIZE, Workload};
 use crate::sim::{SimConfig, SimError};
 use crate::text::TokenTable;
@@ -54,6 +55,7 @@ pub(crate) struct World<'a> {
     num_events: u64,
     next_arrival: usize,
     noise: Random,
+    slowness: Slowness<'a>,
     /// Plans that are not in flight.
     spare: Vec<StepPlan>,
     results: StepResults,
@@ -70,6 +72,7 @@ pub(crate) struct World<'a> {
 impl<'a> World<'a> {
     pub(crate) fn new(config: &'a SimConfig, workload: &'a Workload) -> Result<Self, SimError> {
         config.profile.validate()?;
+        slowness::validate(config.slowness.as_deref().unwrap_or_default())?;
         workload.validate(config)?;
         let settings = Settings {
             vocab_size: VOCAB_SIZE,
@@ -87,6 +90,7 @@ impl<'a> World<'a> {
             num_events: 0,
             next_arrival: 0,
             noise: Random::new(config.seed, Cause::Noise),
+            slowness: Slowness::new(config),
             results: StepResults::default(),
             batch: OutputBatch::default(),
             in_flight: VecDeque::new(),
@@ -245,9 +249,14 @@ impl<'a> World<'a> {
         let metrics = self.engine.metrics();
         let padding = self.engine.padding();
         let profile = &self.config.profile;
+        // It begins when all those before it are done.
+        let start_us = self.in_flight.back().map_or(self.now_us, |last| {
+            last.iteration.start_us + last.iteration.duration_us
+        });
+        let slowness = self.slowness.at(start_us);
         let iteration = Iteration {
-            start_us: self.now_us,
-            duration_us: profile.duration_us(&plan, padding, &mut self.noise),
+            start_us,
+            duration_us: profile.duration_us(&plan, padding, &mut self.noise, slowness),
             num_decodes: plan.num_decodes as u32,
             prefill_tokens: (plan.num_tokens() - plan.num_decodes) as u32,
             sequences: plan.num_seqs() as u32,
@@ -267,8 +276,7 @@ impl<'a> World<'a> {
     fn end_step(&mut self) -> Option<Flight> {
         let flight = self.in_flight.pop_front()?;
         let Flight { plan, iteration } = &flight;
-        if let Some(next) = self.in_flight.front_mut() {
-            next.iteration.start_us = self.now_us;
+        if let Some(next) = self.in_flight.front() {
             let end_us = self.now_us + next.iteration.duration_us;
             self.expect(end_us, Event::StepEnd);
         }

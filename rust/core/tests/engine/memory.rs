@@ -232,6 +232,8 @@ fn realised(requests: Vec<SimRequest>, target: f64, parts: &[[usize; 2]]) -> Vec
         t_sample_s: 0.0,
         t_copy_s: 0.0,
         noise_sigma: 0.0,
+        slow_sigma: 0.0,
+        slow_s: 0.0,
     };
     let workload = Workload {
         requests,

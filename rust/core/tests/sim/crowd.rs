@@ -84,6 +84,53 @@ fn the_same_seed_gives_the_same_records() {
 }
 
 #[test]
+fn slow_seconds_last_and_leave_the_other_noise_be() {
+    // One answer at a time with breaks between, so that each iteration has a twin in the steady run.
+    let requests = (0..40).map(|at| request(at * 60_000_000, 16, 400));
+    let workload = workload(requests.collect());
+    let on = |seed, slow_sigma, slow_s| {
+        let profile = CostProfile {
+            slow_sigma,
+            slow_s,
+            ..CostProfile::GPU_8B
+        };
+        let config = SimConfig {
+            seed,
+            ..SimConfig::new(Settings::default(), profile)
+        };
+        run(&config, &workload)
+    };
+    let steady = on(7, 0.0, 0.0);
+    assert_eq!(steady, on(7, 0.0, 5.0));
+    let slow = on(7, 0.3, 5.0);
+    assert_eq!(slow, on(7, 0.3, 5.0));
+    assert_ne!(slow, on(8, 0.3, 5.0));
+
+    let logs: Vec<f64> = slow
+        .iterations
+        .iter()
+        .zip(&steady.iterations)
+        .map(|(slow, steady)| (slow.duration_us as f64 / steady.duration_us as f64).ln())
+        .collect();
+    assert_eq!(logs.len(), 40 * 400);
+    // Answers are a minute apart, which is long: their means are draws of one distribution.
+    let means: Vec<f64> = logs
+        .chunks(400)
+        .map(|answer| answer.iter().sum::<f64>() / 400.0)
+        .collect();
+    let spread = (means.iter().map(|mean| mean.powi(2)).sum::<f64>() / 40.0).sqrt();
+    assert!((0.18..0.42).contains(&spread), "{spread}");
+    // Within one nothing leaps, as the noise of single iterations, the same in both, is not in it.
+    for answer in logs.chunks(400) {
+        assert!(
+            answer
+                .windows(2)
+                .all(|pair| (pair[1] - pair[0]).abs() < 0.1)
+        );
+    }
+}
+
+#[test]
 fn every_request_has_one_outcome() {
     for seed in 0..10 {
         let (config, mut workload) = crowd(seed);

@@ -4,7 +4,7 @@ use chairlift_core::config::Settings;
 use chairlift_core::config::policy::{ClassSettings, Policy};
 use chairlift_core::request::Finish;
 use chairlift_core::sim::{
-    CostProfile, Outcome, SimConfig, SimError, SimRequest, Workload, capacity, simulate,
+    CostProfile, Outcome, SimConfig, SimError, SimRequest, Stretch, Workload, capacity, simulate,
 };
 
 use crate::{request, run, to_the_end, workload};
@@ -20,6 +20,8 @@ const EXACT: CostProfile = CostProfile {
     t_sample_s: 0.0,
     t_copy_s: 0.0,
     noise_sigma: 0.0,
+    slow_sigma: 0.0,
+    slow_s: 0.0,
 };
 
 #[test]
@@ -138,6 +140,8 @@ fn capacity_is_the_rate_at_which_a_burst_is_served() {
         t_ctx_s: 0.0,
         t_pair_s: 0.0,
         noise_sigma: 0.0,
+        slow_sigma: 0.0,
+        slow_s: 0.0,
     };
     let config = SimConfig::new(settings, profile);
     // Two iterations each: 50 a second, though they come one a second and give up.
@@ -234,4 +238,99 @@ fn what_cannot_be_simulated_is_refused() {
             ..
         })
     ));
+    let unsteady = CostProfile {
+        slow_s: 4_000.0,
+        ..EXACT
+    };
+    assert_eq!(
+        refused(
+            &SimConfig::new(Settings::default(), unsteady),
+            &workload(Vec::new())
+        ),
+        "profile.slow_s is 4000; it must be from 0 to 1 (t0_s, t_w_s and slow_s: to 3600)"
+    );
+    for (stretches, message) in [
+        (
+            [(5, 1.0), (4, 1.0)],
+            "stretch 1 of the slowness: start_us is 4; it must be not before the one ahead of it",
+        ),
+        (
+            [(5, 0.0), (6, 1.0)],
+            "stretch 0 of the slowness: factor is 0; it must be above 0 and at most 1000",
+        ),
+        (
+            [(5, 1.0), (6, f64::NAN)],
+            "stretch 1 of the slowness: factor is NaN; it must be above 0 and at most 1000",
+        ),
+        (
+            [(5, 1.0), (6, f64::INFINITY)],
+            "stretch 1 of the slowness: factor is inf; it must be above 0 and at most 1000",
+        ),
+    ] {
+        let config = recorded(Settings::default(), EXACT, &stretches);
+        let error = simulate(&config, &workload(Vec::new()), to_the_end).expect_err(message);
+        assert_eq!(error.to_string(), message);
+        assert_eq!(error.code(), "invalid_slowness");
+    }
+}
+
+fn recorded(settings: Settings, profile: CostProfile, stretches: &[(u64, f64)]) -> SimConfig {
+    let stretches = stretches
+        .iter()
+        .map(|&(start_us, factor)| Stretch { start_us, factor });
+    SimConfig {
+        slowness: Some(stretches.collect()),
+        ..SimConfig::new(settings, profile)
+    }
+}
+
+#[test]
+fn iterations_take_as_long_as_the_stretch_says_in_which_they_begin() {
+    // The recording stands in place of these slow seconds.
+    let profile = CostProfile {
+        slow_sigma: 0.5,
+        slow_s: 1.0,
+        ..EXACT
+    };
+    let stretches = [(50_000, 2.0), (150_000, 0.5), (190_000, 3.0)];
+    let workload = workload(vec![request(0, 1, 60), request(10_000, 3, 50)]);
+    for max_in_flight_steps in [1, 2] {
+        let settings = Settings {
+            max_in_flight_steps,
+            ..Settings::default()
+        };
+        let plain = run(&SimConfig::new(settings.clone(), EXACT), &workload);
+        let slow = run(&recorded(settings.clone(), profile, &stretches), &workload);
+        assert_eq!(
+            plain,
+            run(&recorded(settings.clone(), profile, &[]), &workload)
+        );
+
+        let mut begun_in = [0; 4];
+        let mut last_us = 0;
+        // Alike in both, as the second prompt comes before any stretch begins.
+        assert_eq!(slow.iterations.len(), plain.iterations.len());
+        for (slow, plain) in slow.iterations.iter().zip(&plain.iterations) {
+            let stretch = stretches
+                .iter()
+                .filter(|(start_us, _)| *start_us <= slow.start_us)
+                .count();
+            begun_in[stretch] += 1;
+            let factor = [1.0, 2.0, 0.5, 3.0][stretch];
+            // Whole microseconds in both.
+            let off_us = slow.duration_us as f64 - factor * plain.duration_us as f64;
+            assert!(off_us.abs() <= 2.0, "{slow:?}: {factor} times {plain:?}");
+            assert!(slow.start_us >= last_us);
+            last_us = slow.start_us + slow.duration_us;
+        }
+        assert!(begun_in.iter().all(|&count| count > 0), "{begun_in:?}");
+
+        // A burst has no time in common with the recording.
+        let steady = SimConfig::new(settings.clone(), EXACT);
+        let recorded = recorded(settings, EXACT, &[(0, 2.0)]);
+        assert_eq!(
+            capacity(&recorded, &workload, to_the_end),
+            capacity(&steady, &workload, to_the_end)
+        );
+    }
 }
