@@ -14,9 +14,10 @@ use crate::sim::random::Random;
 ///    + t_copy * (blocks copied from and to the host)
 /// ```
 /// times lognormal noise, of which one part is each iteration's own and the other lasts: the machine is
-/// slow or fast for some seconds (`slow_sigma`, `slow_s`; see `slowness`). A sequence that is done and stays until all of its batch are (static
-/// batching) costs what a decode costs: its row is computed all the same. The maximum is the roofline of the linear layers: reading the weights, or
-/// the arithmetic of the tokens, whichever takes longer; the last two terms are attention.
+/// slow or fast for some seconds (`slow_sigma`, `slow_s`; see `slowness`). A sequence that is done and stays
+/// until all of its batch are (static batching) costs what a decode costs: its row is computed all the same.
+/// The maximum is the roofline of the linear layers: reading the weights, or the arithmetic of the tokens,
+/// whichever takes longer; the terms of contexts and pairs are attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CostProfile {
     /// Every iteration.
