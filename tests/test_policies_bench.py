@@ -23,7 +23,7 @@ CHECKS = {
     "head-of-line": 2,
     "fairness": 6,
     "flood": 2,
-    "priority": 5,
+    "priority": 7,
     "overload": 3,
     "queue-time": 4,
     "order": 0,
