@@ -6,6 +6,11 @@
 //! keyed hash of the BLAKE3 specification (O'Connor, Aumasson, Neves and Wilcox-O'Hearn, 2020) for inputs of
 //! one chunk, and what comes out is what [`BlockHash::then`] says.
 
+#![expect(
+    clippy::inline_always,
+    reason = "compiled inside the function that `pulp` enabled the instructions for"
+)]
+
 use pulp::{Arch, Simd, WithSimd};
 
 use super::BlockHash;
@@ -62,7 +67,6 @@ struct SideBySide<'a> {
 impl WithSimd for SideBySide<'_> {
     type Output = [BlockHash; LANES];
 
-    // Compiled inside the function that `pulp` enabled the instructions for.
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) -> Self::Output {
         let mut chaining = [[0; LANES]; 8];
