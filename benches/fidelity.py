@@ -10,20 +10,17 @@ machine is not as fast in one minute as in the next. The client shares the machi
 engine, as it would in life. The iterations come from the engine's flight log, which is read when
 all has been served. Every measured slice is then simulated in three ways, with several seeds each:
 
-speed as measured
-    How good are cost model, scheduler under a virtual clock, and both together? Inputs are the
-    requests, when they came, and how slow the machine was when: around each iteration, itself left
-    out, how many times as long as predicted others took (`chairlift.noise.speed_around`). What is
-    wrong in the coefficients for all of them alike is in that, too. Known from before the slice are
-    the coefficients, and how far single iterations of lessons were from those around them.
-    Predicted are what is in each iteration, how long it takes beside others, and so all latencies.
-    The aims are judged on this.
-speed as the engine knew it
-    The same, but of an iteration's start only what the engine knew then: a smoothing of those that
-    had ended (`chairlift.noise.follow`), which is some four iterations late.
 speed not known
     What could have been said before the slice: it is as fast as the lesson was, and as unsteady as
-    lessons were so far. Nobody knows when a neighbour will be busy.
+    lessons were so far. Nobody knows when a neighbour will be busy. The aims are judged on this.
+speed as the engine knew it
+    How much of that is the machine's weather? An input beside the requests is how slow the machine
+    was when: of each iteration's start what the engine knew then, a smoothing of those that had
+    ended (`chairlift.noise.follow`), which is some four iterations late.
+speed as measured
+    The same, without the delay: around each iteration, itself left out, how many times as long as
+    predicted others took (`chairlift.noise.speed_around`). What is wrong in the coefficients for
+    all of them alike is in that, too.
 
 Prints the latencies, of all slices together, and how far they are apart; and how far the cost model
 has been off an iteration's time so far, the mean over the ends of slices. The least and the most of
@@ -437,10 +434,13 @@ def judge_all(bench: Bench, served: Sequence[Served], recording: Recording, num_
         print(f"{rate:.3g} requests/s, load {np.median(loads):.2f}, {len(runs)} runs")
         print("  milliseconds, measured and simulated, and how far apart (single runs)")
         measured = [run.latencies for run in runs]
-        worlds = [recording.speed_as_measured(at) for at in chosen]
+        worlds = [recording.speed_not_known(at) for at in chosen]
+        factors = [world.noise.factor for world in worlds]
+        last = worlds[-1].noise
         print(
-            f"  speed as measured: {min(slow):.2f} to {max(slow):.2f} times as long as learned; "
-            f"noise sigma {worlds[-1].noise.noise_sigma:.2f}"
+            f"  speed not known: lessons took {min(factors):.2f} to {max(factors):.2f} times as "
+            f"long; noise sigma {last.noise_sigma:.2f}, slow sigma {last.slow_sigma:.2f} "
+            f"for {last.slow_s:.1f} s"
         )
         holds &= compare(measured, simulated(bench, runs, worlds, num_seeds), is_judged=True)
         errors = np.array([run.model_error for run in runs])
@@ -450,13 +450,10 @@ def judge_all(bench: Bench, served: Sequence[Served], recording: Recording, num_
         worlds = [recording.speed_as_known(at) for at in chosen]
         print(f"  speed as the engine knew it: noise sigma {worlds[-1].noise.noise_sigma:.2f}")
         compare(measured, simulated(bench, runs, worlds, num_seeds), is_judged=False)
-        worlds = [recording.speed_not_known(at) for at in chosen]
-        factors = [world.noise.factor for world in worlds]
-        last = worlds[-1].noise
+        worlds = [recording.speed_as_measured(at) for at in chosen]
         print(
-            f"  speed not known: lessons took {min(factors):.2f} to {max(factors):.2f} times as "
-            f"long; noise sigma {last.noise_sigma:.2f}, slow sigma {last.slow_sigma:.2f} "
-            f"for {last.slow_s:.1f} s"
+            f"  speed as measured: {min(slow):.2f} to {max(slow):.2f} times as long as learned; "
+            f"noise sigma {worlds[-1].noise.noise_sigma:.2f}"
         )
         compare(measured, simulated(bench, runs, worlds, num_seeds), is_judged=False)
     return holds

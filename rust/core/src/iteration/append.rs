@@ -14,7 +14,7 @@ use crate::iteration::commit::{Applied, Commit, STATUS_OK};
 use crate::iteration::flight::Part;
 use crate::iteration::ledger::{Entry, Ledger};
 use crate::iteration::sequence::Sequence;
-use crate::iteration::tally::{Deed, Payer};
+use crate::iteration::tally::{Payer, Tally};
 use crate::output::OutputBatch;
 use crate::predict::iteration_time::StepShares;
 use crate::request::{Finish, SequenceKey};
@@ -29,13 +29,14 @@ impl Commit<'_> {
         statuses: &[u8],
         tokens: &[u32],
         shares: &StepShares,
+        tally: &mut Tally,
     ) -> usize {
         let Ledger {
             sequences,
             requests,
             queue,
             prices,
-            tally,
+            deferred,
             tenants,
             outputs,
             ..
@@ -74,14 +75,8 @@ impl Commit<'_> {
             outputs.tell_token(sequence.id, sequence.arrival.child, begin + count, text);
             let gap_us = now.since_us(sequence.last_output);
             sequence.last_output = now;
-            let units = prices.charge_output(sequence, 1);
-            tally.add(Deed {
-                device_ns: computed.step_ns,
-                outputs: 1,
-                units,
-                gap_us: Some(gap_us),
-                ..Deed::of(sequence)
-            });
+            prices.charge_output(sequence, 1, deferred);
+            tally.add(sequence.payer, computed.step_ns, 1, Some(gap_us));
             if has_rates {
                 tenants.get_mut(sequence.payer.tenant).use_tokens(now, 1);
             }
@@ -172,11 +167,8 @@ impl Commit<'_> {
         let is_first = sequence.num_output_tokens() == num_tokens as u32;
         sequence.last_output = self.now;
         sequence.waits_for_samples |= num_tokens > 1;
-        let units = ledger.prices.charge_output(sequence, num_tokens as u64);
-        ledger.tally.add(Deed {
-            units,
-            ..Deed::of(sequence)
-        });
+        let (prices, deferred) = (&ledger.prices, &mut ledger.deferred);
+        prices.charge_output(sequence, num_tokens as u64, deferred);
         if ledger.tenants.any_has_rate() {
             let tenant = ledger.tenants.get_mut(sequence.payer.tenant);
             tenant.use_tokens(self.now, num_tokens as u64);
@@ -218,7 +210,7 @@ impl Commit<'_> {
         } else {
             sequence.ended = true;
         }
-        self.ledger.settle_tally();
+        self.ledger.charge_deferred();
         self.ledger.count_output(key);
         self.ledger.learn_length(key);
         self.ledger.refund(key);

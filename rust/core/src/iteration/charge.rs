@@ -14,7 +14,7 @@ use crate::config::policy::Price;
 use crate::iteration::ledger::Ledger;
 use crate::iteration::sequence::Sequence;
 use crate::request::SequenceKey;
-use crate::waiting::fairness::Flows;
+use crate::waiting::fairness::{FlowKey, Flows};
 use crate::waiting::order::Units;
 
 /// Prices in thousandths of their unit: a token's price, or a microsecond.
@@ -104,6 +104,11 @@ impl Ledger {
         self.queue.flows_mut().charge(sequence.leaf, units);
     }
 
+    /// Makes the charges that a commit put off.
+    pub(crate) fn charge_deferred(&mut self) {
+        self.deferred.charge(self.queue.flows_mut());
+    }
+
     /// Accounts for tokens that a step copied from the host, the last that are computed: like those that the
     /// prefix cache has, at their price.
     pub(crate) fn charge_restored(&mut self, key: SequenceKey) {
@@ -133,6 +138,41 @@ impl Ledger {
         if units > 0 {
             let leaf = sequence.leaf;
             self.queue.flows_mut().refund(leaf, units);
+        }
+    }
+}
+
+/// Charges of a step, summed up by leaf before they are made at all levels of flows. They must be made
+/// before anybody looks at a counter: at the end of a commit, or when somebody ends.
+#[derive(Default)]
+pub(crate) struct Deferred {
+    /// By the number of the leaf.
+    units: Vec<Units>,
+    /// Leaves with units.
+    leaves: Vec<FlowKey>,
+}
+
+impl Deferred {
+    #[inline]
+    fn add(&mut self, leaf: FlowKey, units: Units) {
+        if units == 0 {
+            return;
+        }
+        if self.units.len() <= leaf.index() {
+            self.units.resize(leaf.index() + 1, 0);
+        }
+        let sum = &mut self.units[leaf.index()];
+        if *sum == 0 {
+            self.leaves.push(leaf);
+        }
+        *sum += units;
+    }
+
+    /// Makes the charges.
+    pub(crate) fn charge(&mut self, flows: &mut Flows) {
+        for leaf in self.leaves.drain(..) {
+            let units = std::mem::take(&mut self.units[leaf.index()]);
+            flows.charge(leaf, units);
         }
     }
 }
@@ -194,15 +234,19 @@ impl Prices {
         }
     }
 
-    /// Accounts for output tokens that a step sampled for a sequence: what its flow is to be charged.
+    /// Accounts for output tokens that a step sampled for a sequence.
     #[inline]
-    pub(crate) fn charge_output(&self, sequence: &mut Sequence, tokens: u64) -> Units {
-        let Self::Tokens { output, .. } = *self else {
-            return 0;
-        };
-        let units = output * tokens;
-        let prepaid = units.min(sequence.prepaid_output);
-        sequence.prepaid_output -= prepaid;
-        units - prepaid
+    pub(crate) fn charge_output(
+        &self,
+        sequence: &mut Sequence,
+        tokens: u64,
+        deferred: &mut Deferred,
+    ) {
+        if let Self::Tokens { output, .. } = *self {
+            let units = output * tokens;
+            let prepaid = units.min(sequence.prepaid_output);
+            sequence.prepaid_output -= prepaid;
+            deferred.add(sequence.leaf, units - prepaid);
+        }
     }
 }

@@ -19,7 +19,6 @@ use crate::iteration::flight::{Part, Step};
 use crate::iteration::join::leaves_together;
 use crate::iteration::lane::Lane;
 use crate::iteration::ledger::Ledger;
-use crate::iteration::tally::Deed;
 use crate::iteration::tier::land_copies;
 use crate::metrics::Beat;
 use crate::output::{Event, Span, TokenLogprob};
@@ -79,6 +78,7 @@ impl Commit<'_> {
         self.check()?;
         land_copies(self.ledger, self.step, self.limits.block_size());
         let shares = self.measure();
+        let mut tally = std::mem::take(&mut self.lane.tally);
         let (step, results) = (self.step, self.results);
         let one_token_each = results.token_ids.len() == step.num_samples;
         let are_ordinary = one_token_each && results.logprobs.is_empty();
@@ -89,7 +89,7 @@ impl Commit<'_> {
             if are_ordinary && at < step.decodes.len() {
                 let tokens = &results.token_ids[cut.samples..];
                 let statuses = &results.statuses[at..];
-                let count = self.go_on(&step.decodes[at..], statuses, tokens, &shares);
+                let count = self.go_on(&step.decodes[at..], statuses, tokens, &shares, &mut tally);
                 at += count;
                 cut.samples += count;
             }
@@ -101,22 +101,19 @@ impl Commit<'_> {
             } else {
                 shares.chunk_ns(before, part.num_tokens, part.num_samples)
             };
-            let deed = Deed::of(sequence);
+            let payer = sequence.payer;
             let has_output = sequence.num_output_tokens() > 0;
             let gap_us = self.now.since_us(sequence.last_output);
             let applied = self.apply(part, results.statuses[at], step_ns, cut);
             ended |= applied.ended;
             let gap_us = (has_output && applied.num_outputs > 0).then_some(gap_us);
-            self.ledger.tally.add(Deed {
-                device_ns: step_ns,
-                outputs: applied.num_outputs,
-                gap_us,
-                ..deed
-            });
+            tally.add(payer, step_ns, applied.num_outputs, gap_us);
             cut.skip(part);
             at += 1;
         }
-        self.ledger.settle_tally();
+        tally.settle(self.ledger);
+        self.lane.tally = tally;
+        self.ledger.charge_deferred();
         Ok(ended)
     }
 
@@ -135,7 +132,7 @@ impl Commit<'_> {
         }
         if status != STATUS_OK {
             let request = sequence.request;
-            ledger.settle_tally();
+            ledger.charge_deferred();
             ledger.end_request(self.lane, request, Finish::RowFailed, self.now);
             ledger.sequences[key.0].land(part.num_tokens);
             return Applied {

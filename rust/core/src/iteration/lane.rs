@@ -9,6 +9,7 @@ use crate::iteration::flight::{Flights, Step};
 use crate::iteration::governor::Governor;
 use crate::iteration::rows::RowPool;
 use crate::iteration::running::Running;
+use crate::iteration::tally::Tally;
 use crate::memory::blocks::{BlockCopy, BlockPool};
 use crate::predict::iteration_time::{CostModel, StepShape};
 use crate::request::{SequenceKey, Time};
@@ -29,7 +30,9 @@ pub(crate) struct Lane {
     pub(crate) in_flight: Flights,
     /// What was in the step that was planned last.
     pub(crate) last_shape: StepShape,
-    /// Who filled a block in the step that lands; empty between commits.
+    /// What the step that lands did, by class and tenant.
+    pub(crate) tally: Tally,
+    /// Who filled a block in it; empty between commits.
     pub(crate) filled: Filled,
     /// Nothing more is planned until nothing is in flight: somebody must be preempted.
     pub(crate) must_land: bool,
@@ -71,6 +74,7 @@ impl Lane {
             new_copies: Vec::new(),
             in_flight,
             last_shape: StepShape::default(),
+            tally: Tally::default(),
             filled: Filled::with_capacity(seqs),
             must_land: false,
             is_forming: false,

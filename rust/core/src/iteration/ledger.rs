@@ -10,10 +10,9 @@ use slab::Slab;
 
 use crate::config::Limits;
 use crate::config::policy::{ClassId, Rules};
-use crate::iteration::charge::Prices;
+use crate::iteration::charge::{Deferred, Prices};
 use crate::iteration::lane::Lane;
 use crate::iteration::sequence::{RequestKey, Sequence};
-use crate::iteration::tally::Tally;
 use crate::metrics::{GroupMetrics, IterationMetrics, Metrics, PaceBook};
 use crate::output::{Event, Output, OutputBatch, Span};
 use crate::predict::output_length::LengthBelief;
@@ -29,8 +28,7 @@ use crate::waiting::tenants::{TenantKey, Tenants};
 pub(crate) struct Ledger {
     pub(crate) rules: Rules,
     pub(crate) prices: Prices,
-    /// What the step that lands did; empty between commits.
-    pub(crate) tally: Tally,
+    pub(crate) deferred: Deferred,
     pub(crate) door: Door,
     pub(crate) classes: Vec<Class>,
     pub(crate) tenants: Tenants,
@@ -105,7 +103,7 @@ impl Ledger {
         let rules = limits.rules().clone();
         Self {
             prices: Prices::new(rules.policy().price),
-            tally: Tally::default(),
+            deferred: Deferred::default(),
             door: Door::default(),
             classes: rules
                 .policy()

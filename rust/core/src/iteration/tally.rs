@@ -1,16 +1,12 @@
-//! Counting by class and tenant what a step's sequences did, and charging their flows for it.
+//! Counting by class and tenant what a step's sequences did.
 //!
 //! While results are applied it is only written down, and what neighbours of one payer with one gap have in
-//! common is written down once. All is settled at the end, when nothing else stands between one tenant and
-//! the next: they are in many places, and so are looked up side by side. Only when a sequence ends it is
-//! settled before, since that looks at counters.
+//! common is written down once. All is counted at the end, when nothing else stands between one tenant and
+//! the next: they are in many places, and so are looked up side by side.
 
 use crate::config::policy::ClassId;
 use crate::iteration::ledger::Ledger;
-use crate::iteration::sequence::Sequence;
 use crate::metrics::{ITERATION_BOUNDS_US, bucket};
-use crate::waiting::fairness::FlowKey;
-use crate::waiting::order::Units;
 use crate::waiting::tenants::TenantKey;
 
 /// Whose a sequence is.
@@ -29,87 +25,61 @@ pub(crate) struct Tally {
     open: Option<Run>,
 }
 
-/// What a sequence did.
-#[derive(Clone, Copy)]
-pub(crate) struct Deed {
-    pub(crate) payer: Payer,
-    /// The flow that pays for it.
-    pub(crate) leaf: FlowKey,
-    /// Its share of the step's time.
-    pub(crate) device_ns: u64,
-    pub(crate) outputs: u64,
-    /// What its flow is to be charged.
-    pub(crate) units: Units,
-    /// Between its last output and this one, if it has both.
-    pub(crate) gap_us: Option<u64>,
-}
-
-impl Deed {
-    /// Nothing yet.
-    #[inline]
-    pub(crate) fn of(sequence: &Sequence) -> Self {
-        Self {
-            payer: sequence.payer,
-            leaf: sequence.leaf,
-            device_ns: 0,
-            outputs: 0,
-            units: 0,
-            gap_us: None,
-        }
-    }
-}
-
-/// Neighbours in a step that have payer, flow and gap in common: what they did together.
+/// Neighbours in a step that have payer and gap in common.
 struct Run {
-    sum: Deed,
-    /// How many have that gap.
+    payer: Payer,
+    /// Between their last output and this one.
+    gap_us: u64,
+    /// How many have that; those without output have none.
     gaps: u64,
+    device_ns: u64,
+    outputs: u64,
 }
 
 impl Tally {
-    /// Notes what a sequence did.
+    /// Notes a sequence with such a share of the step's time and so many outputs of it.
     #[inline]
-    pub(crate) fn add(&mut self, deed: Deed) {
-        let gaps = u64::from(deed.gap_us.is_some());
-        if let Some(Run { sum, gaps: known }) = &mut self.open
-            && sum.leaf == deed.leaf
-            && sum.payer == deed.payer
-            && (deed.gap_us.is_none() || sum.gap_us.is_none() || sum.gap_us == deed.gap_us)
+    pub(crate) fn add(&mut self, payer: Payer, device_ns: u64, outputs: u64, gap_us: Option<u64>) {
+        let (gap_us, gaps) = gap_us.map_or((0, 0), |gap_us| (gap_us, 1));
+        if let Some(run) = &mut self.open
+            && run.payer == payer
+            && (gaps == 0 || run.gaps == 0 || run.gap_us == gap_us)
         {
-            sum.gap_us = sum.gap_us.or(deed.gap_us);
-            sum.device_ns += deed.device_ns;
-            sum.outputs += deed.outputs;
-            sum.units += deed.units;
-            *known += gaps;
+            if gaps > 0 {
+                run.gap_us = gap_us;
+            }
+            run.gaps += gaps;
+            run.device_ns += device_ns;
+            run.outputs += outputs;
             return;
         }
-        if let Some(run) = self.open.replace(Run { sum: deed, gaps }) {
+        let next = Run {
+            payer,
+            gap_us,
+            gaps,
+            device_ns,
+            outputs,
+        };
+        if let Some(run) = self.open.replace(next) {
             self.runs.push(run);
         }
     }
-}
 
-impl Ledger {
-    /// Counts what was noted, and charges for it.
-    pub(crate) fn settle_tally(&mut self) {
-        let flows = self.queue.flows_mut();
+    /// Counts what was noted.
+    pub(crate) fn settle(&mut self, ledger: &mut Ledger) {
         let mut known = (0, bucket(&ITERATION_BOUNDS_US, 0));
-        for Run { sum, gaps } in self.tally.runs.drain(..).chain(self.tally.open.take()) {
-            if sum.units > 0 {
-                flows.charge(sum.leaf, sum.units);
+        for run in self.runs.drain(..).chain(self.open.take()) {
+            ledger.counters.output_tokens += run.outputs;
+            if run.gap_us != known.0 {
+                known = (run.gap_us, bucket(&ITERATION_BOUNDS_US, run.gap_us));
             }
-            self.counters.output_tokens += sum.outputs;
-            let gap_us = sum.gap_us.unwrap_or_default();
-            if gap_us != known.0 {
-                known = (gap_us, bucket(&ITERATION_BOUNDS_US, gap_us));
-            }
-            let Payer { class, tenant } = sum.payer;
-            let of_class = &mut self.classes[class.0 as usize].metrics;
-            let of_tenant = &mut self.tenants.get_mut(tenant).metrics;
+            let Payer { class, tenant } = run.payer;
+            let of_class = &mut ledger.classes[class.0 as usize].metrics;
+            let of_tenant = &mut ledger.tenants.get_mut(tenant).metrics;
             for metrics in [of_class, of_tenant] {
-                metrics.device_ns += sum.device_ns;
-                metrics.output_tokens += sum.outputs;
-                metrics.itl.add(known.1, gap_us, gaps);
+                metrics.device_ns += run.device_ns;
+                metrics.output_tokens += run.outputs;
+                metrics.itl.add(known.1, run.gap_us, run.gaps);
             }
         }
     }
