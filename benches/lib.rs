@@ -11,6 +11,11 @@ use chairlift_core::output::OutputBatch;
 use chairlift_core::record::RecordedEngine;
 use chairlift_core::request::{NewRequest, RequestId, SamplingParams, StopParams, Ticket, Time};
 use chairlift_core::text::TokenTable;
+use mimalloc::MiMalloc;
+
+/// The extension module's.
+#[global_allocator]
+static ALLOCATOR: MiMalloc = MiMalloc;
 
 /// Tokens of the bench vocabulary, the default model's size.
 pub const VOCAB_SIZE: u32 = 49_152;
