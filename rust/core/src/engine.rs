@@ -325,7 +325,7 @@ impl Engine {
     }
 
     /// What became of the requests of each tenant, by name, since the engine started.
-    pub fn tenant_metrics(&self) -> impl Iterator<Item = (&str, &GroupMetrics)> {
+    pub fn tenant_metrics(&self) -> impl Iterator<Item = (&str, GroupMetrics)> {
         self.ledger.tenants.metrics()
     }
 
@@ -469,7 +469,10 @@ impl Engine {
         {
             return Err(format!("a request is lost or ended twice: {counters:?}"));
         }
-        self.lane.running.audit(&self.ledger.sequences)?;
+        let block_size = self.limits.block_size();
+        self.lane
+            .running
+            .audit(&self.ledger.sequences, block_size)?;
         self.audit_flights()
     }
 

@@ -25,6 +25,7 @@ pub(crate) mod scheduler;
 pub mod seats;
 pub(crate) mod sequence;
 pub mod shares;
+pub(crate) mod steady;
 pub(crate) mod submission;
 pub(crate) mod tables;
 pub(crate) mod tally;

@@ -168,22 +168,40 @@ impl IterationMetrics {
     }
 }
 
-/// What became of the requests of a class, or of a tenant, and how long it took.
-///
-/// Conservation holds at every moment: `accepted` = `finished` + `failed` + `aborted` + `expired` +
-/// `shed` + `displaced` + `live`.
-///
-/// Laid out so that what each step counts for each of its sequences is side by side.
+/// What steps did for the requests of a class, or of a tenant. Begins with a cache line that is nearly all of
+/// what a step counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-#[repr(C)]
-pub struct GroupMetrics {
+#[repr(C, align(64))]
+pub struct WorkMetrics {
     /// Output tokens committed.
     pub output_tokens: u64,
     /// Nanoseconds of iterations, shared out as device time is priced.
     pub device_ns: u64,
     /// Each gap between outputs of a sequence, by [`ITERATION_BOUNDS_US`].
     pub itl: Histogram,
+}
+
+impl WorkMetrics {
+    /// Adds what another counted.
+    fn absorb(&mut self, other: &Self) {
+        self.output_tokens += other.output_tokens;
+        self.device_ns += other.device_ns;
+        self.itl.absorb(&other.itl);
+    }
+}
+
+/// What became of the requests of a class, or of a tenant, and how long it took.
+///
+/// Conservation holds at every moment: `accepted` = `finished` + `failed` + `aborted` + `expired` +
+/// `shed` + `displaced` + `live`.
+///
+/// What each step counts is apart, so that it can be kept where little else is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct GroupMetrics {
+    /// What was done for them.
+    pub work: WorkMetrics,
     /// Requests let into the waiting queue.
     pub accepted: u64,
     /// Requests rejected at the door or at submission.
@@ -312,14 +330,12 @@ impl GroupMetrics {
         self.waiting += other.waiting;
         self.prompt_tokens += other.prompt_tokens;
         self.cached_tokens += other.cached_tokens;
-        self.output_tokens += other.output_tokens;
-        self.device_ns += other.device_ns;
+        self.work.absorb(&other.work);
         self.queue_time.absorb(&other.queue_time);
         self.predicted_queue_time
             .absorb(&other.predicted_queue_time);
         self.queue_time_error.absorb(&other.queue_time_error);
         self.ttft.absorb(&other.ttft);
-        self.itl.absorb(&other.itl);
         self.tpot.absorb(&other.tpot);
         self.e2e.absorb(&other.e2e);
     }

@@ -76,7 +76,7 @@ impl Groups {
     /// The groups of an engine whose own counters are `metrics`.
     pub fn of(engine: &Engine, metrics: &EngineMetrics, is_brief: bool) -> Self {
         let settings = engine.policy().classes.iter();
-        let owned = |(name, metrics): (&str, &GroupMetrics)| (name.to_owned(), *metrics);
+        let owned = |(name, metrics): (&str, GroupMetrics)| (name.to_owned(), metrics);
         let mut shares: Vec<TenantShare> = Vec::new();
         for share in engine.shares() {
             match shares.last_mut().filter(|last| last.tenant == share.tenant) {
@@ -167,12 +167,12 @@ fn counters<'py>(py: Python<'py>, metrics: &GroupMetrics) -> PyResult<Bound<'py,
         ("waiting", metrics.waiting),
         ("prompt_tokens", metrics.prompt_tokens),
         ("cached_tokens", metrics.cached_tokens),
-        ("output_tokens", metrics.output_tokens),
+        ("output_tokens", metrics.work.output_tokens),
     ];
     for (name, value) in counters {
         dict.set_item(name, value)?;
     }
-    dict.set_item("device_time", metrics.device_ns as f64 / 1e9)?;
+    dict.set_item("device_time", metrics.work.device_ns as f64 / 1e9)?;
     Ok(dict)
 }
 
@@ -184,7 +184,7 @@ fn group<'py>(py: Python<'py>, metrics: &GroupMetrics) -> PyResult<Bound<'py, Py
         ("predicted_queue_time", &metrics.predicted_queue_time),
         ("queue_time_error", &metrics.queue_time_error),
         ("ttft", &metrics.ttft),
-        ("itl", &metrics.itl),
+        ("itl", &metrics.work.itl),
         ("tpot", &metrics.tpot),
         ("e2e", &metrics.e2e),
     ];

@@ -9,7 +9,6 @@ use std::ops::Range;
 use slab::Slab;
 
 use crate::config::Vocabulary;
-use crate::iteration::charge::Computed;
 use crate::iteration::commit::{Applied, Commit, STATUS_OK};
 use crate::iteration::flight::Part;
 use crate::iteration::ledger::{Entry, Ledger};
@@ -61,22 +60,19 @@ impl Commit<'_> {
             let Some(text) = self.vocabulary.tokens.plain_text(token) else {
                 break;
             };
+            debug_assert!(!sequence.ended && !sequence.has_other_tokens_than(part));
+            sequence.num_easy_outputs -= 1;
             sequence.advance(1);
             if caching && sequence.has_filled_block(block_size) {
                 filled.push(part.sequence);
             }
-            let computed = Computed {
-                num_tokens: 1,
-                end: sequence.num_computed_tokens,
-                step_ns: shares.decode_ns(sequence.num_computed_tokens, 1),
-            };
-            prices.charge_computed(sequence, computed, flows);
+            let step_ns = shares.decode_ns(sequence.num_computed_tokens, 1);
+            prices.charge_decode(sequence, step_ns, flows, deferred);
             sequence.push(token);
             outputs.tell_token(sequence.id, sequence.arrival.child, begin + count, text);
             let gap_us = now.since_us(sequence.last_output);
             sequence.last_output = now;
-            prices.charge_output(sequence, 1, deferred);
-            tally.add(sequence.payer, computed.step_ns, 1, Some(gap_us));
+            tally.add(sequence.payer, step_ns, 1, Some(gap_us));
             if has_rates {
                 tenants.get_mut(sequence.payer.tenant).use_tokens(now, 1);
             }
@@ -208,7 +204,7 @@ impl Commit<'_> {
         if self.stays {
             sequence.finished = Some(finish);
         } else {
-            sequence.ended = true;
+            sequence.end();
         }
         self.ledger.charge_deferred();
         self.ledger.count_output(key);

@@ -170,10 +170,12 @@ impl Deferred {
 
     /// Makes the charges.
     pub(crate) fn charge(&mut self, flows: &mut Flows) {
-        for leaf in self.leaves.drain(..) {
-            let units = std::mem::take(&mut self.units[leaf.index()]);
-            flows.charge(leaf, units);
-        }
+        let Self { units, leaves } = self;
+        let charges = leaves.drain(..).map(|leaf| {
+            let units = std::mem::take(&mut units[leaf.index()]);
+            (leaf, units)
+        });
+        flows.charge_all(charges);
     }
 }
 
@@ -205,6 +207,32 @@ impl Prices {
             return; // output is charged when it is sampled
         }
         self.charge_computed_from(begin, sequence, computed, flows);
+    }
+
+    /// Accounts for the token of a decode, after the prompt, and for the output that it led to.
+    #[inline]
+    pub(crate) fn charge_decode(
+        &self,
+        sequence: &mut Sequence,
+        step_ns: u64,
+        flows: &mut Flows,
+        deferred: &mut Deferred,
+    ) {
+        let end = sequence.num_computed_tokens;
+        match self {
+            Self::Tokens { .. } => {
+                sequence.num_charged_tokens = sequence.num_charged_tokens.max(end);
+                self.charge_output(sequence, 1, deferred);
+            }
+            Self::DeviceTime => {
+                let computed = Computed {
+                    num_tokens: 1,
+                    end,
+                    step_ns,
+                };
+                self.charge_computed(sequence, computed, flows);
+            }
+        }
     }
 
     fn charge_computed_from(

@@ -105,6 +105,7 @@ impl Commit<'_> {
             let has_output = sequence.num_output_tokens() > 0;
             let gap_us = self.now.since_us(sequence.last_output);
             let applied = self.apply(part, results.statuses[at], step_ns, cut);
+            self.ledger.sequences[part.sequence.0].count_easy_outputs();
             ended |= applied.ended;
             let gap_us = (has_output && applied.num_outputs > 0).then_some(gap_us);
             tally.add(payer, step_ns, applied.num_outputs, gap_us);
@@ -123,6 +124,7 @@ impl Commit<'_> {
         let key = part.sequence;
         let ledger = &mut *self.ledger;
         let sequence = &mut ledger.sequences[key.0];
+        sequence.unsettle();
         if sequence.ended || sequence.has_other_tokens_than(part) {
             sequence.land(part.num_tokens);
             return Applied {
@@ -368,7 +370,7 @@ pub(crate) fn leave_together(ledger: &mut Ledger, lane: &mut Lane, now: Time) {
     for &key in lane.running.iter() {
         if let Some(finish) = stays(ledger, key) {
             let sequence = &mut ledger.sequences[key.0];
-            sequence.ended = true;
+            sequence.end();
             lane.ended.push(key);
             let (request, child) = (sequence.request, sequence.arrival.child);
             ledger.tell_finish(request, child, ledger.outputs.text.len(), finish);

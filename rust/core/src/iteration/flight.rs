@@ -56,6 +56,10 @@ pub(crate) struct Step {
     pub(crate) num_scores: usize,
     /// Tokens that its sequences have left to compute before their next outputs.
     pub(crate) num_left_tokens: u64,
+    /// Steady decodes that it will have when it is written.
+    pub(crate) num_steady: usize,
+    /// They lead to one sample each, and score nothing.
+    pub(crate) is_plain: bool,
     /// One query token each: decodes, and prefill chunks of one token.
     pub(crate) decodes: Vec<Part>,
     /// Prefill chunks of more than one token.
@@ -81,11 +85,8 @@ impl Step {
         self.copies.clear();
         self.num_padded = 0;
         self.num_left_tokens = 0;
-    }
-
-    /// Adds a sequence with its next token, the last before its next output.
-    pub(crate) fn add_decode(&mut self, sequence: SequenceKey) {
-        self.add_chunk(sequence, 1, 0);
+        self.num_steady = 0;
+        self.is_plain = true;
     }
 
     /// Adds a sequence with so many query tokens, after which so many are left before its next output. What
@@ -111,8 +112,9 @@ impl Step {
         }
     }
 
-    /// Takes back what was granted to `sequence`.
-    pub(crate) fn withdraw(&mut self, sequence: SequenceKey) {
+    /// Takes back what was granted to `sequence`, a steady decode or not.
+    pub(crate) fn withdraw(&mut self, sequence: SequenceKey, is_steady: bool) {
+        self.num_steady -= usize::from(is_steady);
         self.decodes.retain(|part| part.sequence != sequence);
         self.chunks.retain(|part| part.sequence != sequence);
         self.copies.retain(|&(key, _)| key != sequence);
@@ -142,7 +144,7 @@ impl Step {
 
     /// Sequences in it.
     pub(crate) fn num_sequences(&self) -> usize {
-        self.decodes.len() + self.chunks.len()
+        self.num_steady + self.decodes.len() + self.chunks.len()
     }
 }
 

@@ -160,7 +160,7 @@ impl Ledger {
             let (level, arrival) = (state.level, state.arrival);
             let (running, in_flight) = (state.row.is_some(), state.is_in_flight());
             let unborn = arrival.child + 1..=arrival.child + state.num_unborn;
-            state.ended = true;
+            state.end();
             // What its text still held back is delivered; nothing can follow that would cut it.
             let held = self.outputs.text.len();
             state.text.finish(&mut self.outputs.text);

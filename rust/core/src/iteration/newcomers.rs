@@ -90,10 +90,11 @@ impl Scheduler<'_> {
         if leaves_together(join) && !may_join(join, self.ledger.situation(self.lane), self.now) {
             return Some(Blocked::Window);
         }
-        if let Some(blocked) = self.without_rows() {
-            return Some(blocked);
-        }
-        while let Some(next) = self.next_in_line() {
+        loop {
+            if let Some(blocked) = self.without_rows() {
+                return Some(blocked);
+            }
+            let next = self.next_in_line()?;
             match next {
                 Next::Promoted(_) => {}
                 Next::Returning(_, level) | Next::Fresh(_, level, _) => self.schedule_chunks(level),
@@ -135,7 +136,6 @@ impl Scheduler<'_> {
                 }
             }
         }
-        None
     }
 
     /// Gives an admitted sequence its place in the step.

@@ -12,7 +12,7 @@
 
 use crate::config::Limits;
 use crate::iteration::governor::MOST_COPIES;
-use crate::iteration::tables::{TableArrays, WrittenTables};
+use crate::iteration::tables::{TableArrays, Written, WrittenTables};
 use crate::memory::blocks::{BlockLocation, BlockTable};
 use crate::predict::iteration_time::{StepShape, pairs};
 use crate::request::MAX_RAGGED_PER_REQUEST;
@@ -197,13 +197,21 @@ impl StepPlan {
     }
 
     /// Adds the block table of the step's next sequence.
-    #[inline]
     pub(crate) fn add_table(&mut self, table: &BlockTable) {
+        self.add_tables(&[Written::of(table)], |_| table);
+    }
+
+    /// Adds those of the step's next sequences, which are known to be so; `table` has each.
+    pub(crate) fn add_tables<'a>(
+        &mut self,
+        known: &[Written],
+        table: impl Fn(usize) -> &'a BlockTable,
+    ) {
         let mut arrays = TableArrays {
             block_ids: &mut self.block_ids,
             offsets: &mut self.block_table_offsets,
         };
-        self.tables.add(&mut arrays, table);
+        self.tables.add_all(&mut arrays, known, table);
     }
 
     /// Ends the block tables of the step.

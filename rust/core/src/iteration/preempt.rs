@@ -186,12 +186,12 @@ pub(crate) fn preempt(
 ) -> u32 {
     let key = lane.running[position];
     lane.running.leave(&ledger.sequences, key);
-    lane.step.withdraw(key);
     ledger.refund(key);
     let sequence = &mut ledger.sequences[key.0];
+    lane.step.withdraw(key, sequence.num_steady_steps > 0);
     let life = sequence.life.take();
     debug_assert!(!lane.is_ahead(), "what it has is not free yet");
-    let granted = sequence.num_scheduled_tokens;
+    let granted = sequence.num_granted_tokens();
     sequence.reset_for_recompute(limits.block_size());
     let work = Work {
         units: 0,

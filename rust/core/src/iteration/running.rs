@@ -8,12 +8,14 @@ use std::ops::Deref;
 use slab::Slab;
 
 use crate::iteration::sequence::Sequence;
+use crate::iteration::steady::Steady;
 use crate::request::SequenceKey;
 
 /// Those that run, read as a slice.
 #[derive(Default)]
 pub(crate) struct Running {
     keys: Vec<SequenceKey>,
+    steady: Steady,
     /// How many of them are of each level.
     at_level: Vec<u32>,
     /// How many of them were let in as somebody's guests.
@@ -33,6 +35,7 @@ impl Running {
     pub(crate) fn with_capacity(count: usize) -> Self {
         Self {
             keys: Vec::with_capacity(count),
+            steady: Steady::with_capacity(count),
             ..Self::default()
         }
     }
@@ -43,6 +46,7 @@ impl Running {
         let is_older = |other: &SequenceKey| sequences[other.0].arrival < sequence.arrival;
         let position = self.keys.partition_point(is_older);
         self.keys.insert(position, key);
+        self.steady.enter(position, key);
         self.num_guests += u32::from(sequence.is_guest);
         *self.count_of(sequence.level) += 1;
     }
@@ -53,9 +57,25 @@ impl Running {
             return;
         };
         self.keys.remove(position);
+        self.steady.leave(position);
         let sequence = &sequences[key.0];
         self.num_guests -= u32::from(sequence.is_guest);
         *self.count_of(sequence.level) -= 1;
+    }
+
+    /// Looks at the sequence at `position` ([`Steady::look`]).
+    pub(crate) fn look(
+        &mut self,
+        position: usize,
+        sequence: &mut Sequence,
+        block_size: u32,
+    ) -> bool {
+        self.steady.look(position, sequence, block_size)
+    }
+
+    /// All, and what is kept of those that are steady.
+    pub(crate) fn steady(&mut self) -> (&[SequenceKey], &mut Steady) {
+        (&self.keys, &mut self.steady)
     }
 
     /// One that runs runs at another level from now on.
@@ -92,8 +112,13 @@ impl Running {
     }
 
     /// Checks the order and the counts; says the first that is wrong. For tests.
-    pub(crate) fn audit(&self, sequences: &Slab<Sequence>) -> Result<(), String> {
+    pub(crate) fn audit(&self, sequences: &Slab<Sequence>, block_size: u32) -> Result<(), String> {
         let state = |key: &SequenceKey| &sequences[key.0];
+        for (position, key) in self.keys.iter().enumerate() {
+            if state(key).num_steady_steps > 0 {
+                self.steady.audit(position, state(key), block_size)?;
+            }
+        }
         if !self.keys.iter().map(|key| state(key).arrival).is_sorted() {
             return Err("the running set is not in order of arrival".into());
         }

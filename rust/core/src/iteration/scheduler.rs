@@ -16,7 +16,7 @@ use crate::iteration::ledger::Ledger;
 use crate::iteration::plan::{NO_ADAPTER, SOURCE_ID, StepPlan};
 use crate::iteration::preempt::{choose_victim, preempt};
 use crate::iteration::write::{
-    write_chunk, write_copies, write_decodes, write_samples, write_scores,
+    write_chunk, write_copies, write_samples, write_scores, write_steady,
 };
 use crate::request::{SequenceKey, Time};
 use crate::waiting::forecast::Blocked;
@@ -101,8 +101,22 @@ impl Scheduler<'_> {
     /// the next step is planned when they have landed.
     fn schedule_decodes(&mut self) {
         let block_size = self.limits.block_size();
+        let is_governing = self.lane.governor.is_governing();
         let mut position = 0;
-        while let Some(&key) = self.lane.running.get(position) {
+        loop {
+            let first = position;
+            position += self.count_steady_from(first);
+            let num_steady = position - first;
+            self.budget -= num_steady as u32;
+            self.lane.step.num_steady += num_steady;
+            if is_governing {
+                for at in first..position {
+                    self.govern(at);
+                }
+            }
+            let Some(&key) = self.lane.running.get(position) else {
+                return;
+            };
             let sequence = &mut self.ledger.sequences[key.0];
             if !sequence.may_be_planned() {
                 position += 1;
@@ -116,19 +130,19 @@ impl Scheduler<'_> {
             let decodes = sequence.num_remaining_tokens() == 1;
             let copies = &mut self.lane.new_copies;
             if sequence.has_room(block_size) || sequence.make_room(block_size, copies).is_ok() {
-                if self.lane.governor.is_governing() {
-                    let class = self.ledger.rules.class(sequence.payer.class);
-                    self.lane.governor.see(sequence, class.tpot_target_us);
-                }
                 if decodes {
-                    sequence.num_scheduled_tokens = 1;
-                    self.budget -= 1;
-                    self.lane.step.add_decode(key);
+                    // Counted when it is come to again, at once.
+                    let is_plain = self.lane.running.look(position, sequence, block_size);
+                    self.lane.step.is_plain &= is_plain;
+                } else {
+                    if is_governing {
+                        self.govern(position);
+                    }
+                    position += 1;
                 }
                 if !self.lane.new_copies.is_empty() {
                     self.keep_copies(key);
                 }
-                position += 1;
                 continue;
             }
             if self.lane.is_ahead() {
@@ -147,10 +161,30 @@ impl Scheduler<'_> {
             if level(self.lane.running[victim]) <= level(key) {
                 self.ledger.overflow.preempted();
             }
+            if victim > position {
+                // It was granted nothing yet.
+                let victim = self.lane.running[victim];
+                self.ledger.sequences[victim.0].unsettle();
+            }
             self.budget += preempt(self.ledger, self.lane, victim, self.limits);
             // Try the same sequence again; it moved up if an older one left.
             position -= usize::from(victim < position);
         }
+    }
+
+    /// How many of those that run are steady, one after the other, from the one at `position` on.
+    fn count_steady_from(&self, position: usize) -> usize {
+        let sequences = &self.ledger.sequences;
+        let is_steady = |key: &&SequenceKey| sequences[key.0].num_steady_steps > 0;
+        let running = self.lane.running[position..].iter();
+        running.take_while(is_steady).count()
+    }
+
+    /// Lets the governor see the sequence at `position`.
+    fn govern(&mut self, position: usize) {
+        let sequence = &self.ledger.sequences[self.lane.running[position].0];
+        let class = self.ledger.rules.class(sequence.payer.class);
+        self.lane.governor.see(sequence, class.tpot_target_us);
     }
 
     /// Lets those leave who stayed for others that were ended from outside or preempted.
@@ -192,7 +226,7 @@ impl Scheduler<'_> {
             let key = self.lane.running[position];
             let sequence = &self.ledger.sequences[key.0];
             if sequence.level != level
-                || sequence.num_scheduled_tokens > 0
+                || sequence.num_granted_tokens() > 0
                 || sequence.finished.is_some()
                 || !sequence.may_be_planned()
                 || (self.lane.must_land && !sequence.is_writable(block_size))
@@ -250,7 +284,7 @@ impl Scheduler<'_> {
             let left = if sequence.ended || sequence.finished.is_some() {
                 0
             } else {
-                sequence.num_remaining_tokens() - sequence.num_scheduled_tokens
+                sequence.num_remaining_tokens() - sequence.num_granted_tokens()
             };
             let work = &mut at_work[sequence.level];
             work.rows += u64::from(sequence.num_rows());
@@ -262,15 +296,17 @@ impl Scheduler<'_> {
     }
 
     fn write_plan(&mut self) {
-        let step = &mut self.lane.step;
+        let Lane { step, running, .. } = &mut *self.lane;
         let sequences = &mut self.ledger.sequences;
-        let are_plain = write_decodes(self.plan, &mut step.decodes, sequences, self.limits);
-        for part in &mut step.chunks {
+        let num_steady = write_steady(self.plan, step, running, sequences);
+        let others = step.decodes.iter_mut().skip(num_steady);
+        for part in others.chain(&mut step.chunks) {
             let sequence = &mut sequences[part.sequence.0];
             write_chunk(self.plan, part, sequence, self.limits);
         }
+        self.plan.num_decodes = step.decodes.len();
         self.plan.end_tables();
-        let num_plain = if are_plain { step.decodes.len() } else { 0 };
+        let num_plain = if step.is_plain { num_steady } else { 0 };
         for (at, part) in step.parts().enumerate().skip(num_plain) {
             let sequence = &sequences[part.sequence.0];
             write_samples(self.plan, at, part, sequence);

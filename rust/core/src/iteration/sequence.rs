@@ -94,26 +94,27 @@ pub(crate) struct Sequence {
     /// too.
     pub(crate) num_in_flight_tokens: u32,
     pub(crate) num_prompt_tokens: u32,
-    /// Prompt tokens whose successor's log-probability is asked for, from the start: all but the last,
-    /// or none.
-    pub(crate) num_tokens_to_score: u32,
+    /// The last of its tokens.
+    last_token: u32,
+    /// Steps of a decode that may be planned of it without a look ([`crate::iteration::steady`]).
+    pub(crate) num_steady_steps: u32,
     /// Full blocks, from the start, that the prefix cache was told of.
     pub(crate) num_published_blocks: u32,
     /// Tokens, from the start, whose computation its flow was charged for.
     pub(crate) num_charged_tokens: u32,
-    /// How it is done while it stays until all of its batch are.
-    pub(crate) finished: Option<Finish>,
     /// The flow that pays for it.
     pub(crate) leaf: FlowKey,
-    /// Siblings that fork off at the first output, also while there are no rows for them.
-    pub(crate) num_unborn: u32,
+    /// How it is done while it stays until all of its batch are.
+    pub(crate) finished: Option<Finish>,
 
     pub(crate) text: TextState,
     pub(crate) ending: Ending,
-    /// The last of its tokens.
-    last_token: u32,
+    /// Siblings that fork off at the first output, also while there are no rows for them.
+    pub(crate) num_unborn: u32,
     /// The request's name.
     pub(crate) id: RequestId,
+    /// Outputs, the next, that go the short way through commit.
+    pub(crate) num_easy_outputs: u32,
     /// Ended while steps of it are in flight: leaves when the last of them has landed.
     pub(crate) ended: bool,
     /// Has siblings, so its last block may be theirs too.
@@ -161,7 +162,10 @@ pub(crate) struct Sequence {
     pub(crate) joined_at_step: u64,
     /// Blocks, from the start, that were somebody else's before they were its own too.
     pub(crate) num_shared_blocks: u32,
-    /// Tokens to score that were told of.
+    /// Prompt tokens whose successor's log-probability is asked for, from the start: all but the last,
+    /// or none.
+    pub(crate) num_tokens_to_score: u32,
+    /// Those of them that were told of.
     pub(crate) num_scored_tokens: u32,
     /// Its life since it took memory.
     pub(crate) life: Option<Life>,
@@ -204,6 +208,8 @@ impl Sequence {
             num_computed_tokens: 0,
             num_scheduled_tokens: 0,
             num_in_flight_tokens: 0,
+            num_steady_steps: 0,
+            num_easy_outputs: 0,
             num_tokens_to_score: new.num_tokens_to_score,
             num_scored_tokens: 0,
             num_published_blocks: 0,
@@ -286,6 +292,12 @@ impl Sequence {
         self.num_tokens().max(self.num_planned_tokens() + 1)
     }
 
+    /// Outputs that may still be sampled, then.
+    pub(crate) fn num_expected_outputs_left(&self) -> u32 {
+        let outputs = self.num_expected_tokens() - self.num_prompt_tokens;
+        self.ending.max_tokens.saturating_sub(outputs)
+    }
+
     /// Tokens whose K and V are still to be computed, then; at least one.
     pub(crate) fn num_remaining_tokens(&self) -> u32 {
         self.num_expected_tokens() - self.num_planned_tokens()
@@ -322,16 +334,25 @@ impl Sequence {
     }
 
     /// Whether it goes on after a step, with one token more and nothing else to tell: if the token does not
-    /// end it by itself. It has output already and is not at its end, and its text is sent as it comes.
+    /// end it by itself.
     pub(crate) fn goes_on_after(&self, part: &Part) -> bool {
+        part.num_samples == 1 && self.num_easy_outputs > 0
+    }
+
+    /// Finds out how many outputs may come before it must be looked at: it has output already, its text is
+    /// sent as it comes, and it is one short of its end then.
+    pub(crate) fn count_easy_outputs(&mut self) {
         let num_output_tokens = self.num_output_tokens();
-        part.num_samples == 1
-            && part.num_scores == 0
+        let is_easy = num_output_tokens > 0
             && !self.ended
-            && !self.has_other_tokens_than(part)
-            && num_output_tokens > 0
-            && num_output_tokens + 1 < self.ending.max_tokens
-            && self.text.is_plain()
+            && self.finished.is_none()
+            && !self.waits_for_samples
+            && self.text.is_plain();
+        self.num_easy_outputs = if is_easy {
+            self.ending.max_tokens.saturating_sub(num_output_tokens + 1)
+        } else {
+            0
+        };
     }
 
     /// Whether it runs by leave of a head that does not fit since step `since`.
@@ -346,14 +367,14 @@ impl Sequence {
         is_last != (part.num_samples > 0)
     }
 
-    /// Whether the scheduled tokens, of which there is one at least, are the last before the next sample.
-    pub(crate) fn completes(&self) -> bool {
-        self.num_planned_tokens() + self.num_scheduled_tokens >= self.num_tokens()
-    }
-
     /// Samples that its scheduled tokens lead to.
     pub(crate) fn num_samples(&self) -> u32 {
-        if self.completes() {
+        self.num_samples_after(self.num_planned_tokens() + self.num_scheduled_tokens)
+    }
+
+    /// Samples that the last of its first `num_tokens` tokens, of which one at least is scheduled, leads to.
+    pub(crate) fn num_samples_after(&self, num_tokens: u32) -> u32 {
+        if num_tokens >= self.num_tokens {
             1 + self.num_unborn
         } else {
             0
@@ -368,13 +389,18 @@ impl Sequence {
     /// Positions of the prompt tokens that its scheduled tokens score. What was told of before a
     /// preemption is computed again, but not scored again.
     pub(crate) fn scores(&self) -> Range<u32> {
+        self.scores_of(self.num_scheduled_tokens)
+    }
+
+    /// The same of its next `num_tokens` tokens.
+    pub(crate) fn scores_of(&self, num_tokens: u32) -> Range<u32> {
         let to_score = self.num_tokens_to_score;
         if to_score == 0 {
             return 0..0;
         }
         let planned = self.num_planned_tokens();
         let begin = self.num_scored_tokens.max(planned.min(to_score));
-        let end = planned + self.num_scheduled_tokens;
+        let end = planned + num_tokens;
         begin..end.min(to_score).max(begin)
     }
 
@@ -438,9 +464,32 @@ impl Sequence {
         self.num_computed_tokens += num_tokens;
     }
 
+    /// Tokens that the step being planned computes, once its decodes are known.
+    pub(crate) fn num_granted_tokens(&self) -> u32 {
+        self.num_scheduled_tokens + u32::from(self.num_steady_steps > 0)
+    }
+
     /// Hands the scheduled tokens over to the executor.
     pub(crate) fn launch(&mut self) {
         self.num_in_flight_tokens += std::mem::take(&mut self.num_scheduled_tokens);
+    }
+
+    /// Hands the next token of a steady decode over to the executor.
+    pub(crate) fn launch_steady(&mut self) {
+        self.num_steady_steps -= 1;
+        self.num_in_flight_tokens += 1;
+    }
+
+    /// Has the next plan, and the next results, look at it.
+    pub(crate) fn unsettle(&mut self) {
+        self.num_steady_steps = 0;
+        self.num_easy_outputs = 0;
+    }
+
+    /// It ends; while steps of it are in flight, it stays.
+    pub(crate) fn end(&mut self) {
+        self.ended = true;
+        self.unsettle();
     }
 
     /// A step with so many of its tokens has landed.
@@ -502,6 +551,7 @@ impl Sequence {
         self.num_scheduled_tokens = 0;
         self.num_in_flight_tokens = 0;
         self.num_published_blocks = 0;
+        self.unsettle();
         self.protected_below_tokens = self.num_tokens() + block_size;
     }
 
@@ -524,6 +574,8 @@ impl Sequence {
             num_computed_tokens: self.num_computed_tokens,
             num_scheduled_tokens: 0,
             num_in_flight_tokens: 0,
+            num_steady_steps: 0,
+            num_easy_outputs: 0,
             waits_for_samples: self.waits_for_samples,
             num_tokens_to_score: self.num_tokens_to_score,
             num_scored_tokens: self.num_scored_tokens,

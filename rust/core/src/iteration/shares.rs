@@ -176,8 +176,8 @@ impl Ledger {
     /// Checks that nobody is lost in the books of a class or a tenant.
     fn audit_groups(&self) -> Result<(), String> {
         let classes = self.rules.policy().classes.iter().zip(&self.classes);
-        let classes = classes.map(|(settings, class)| (settings.name.as_str(), &class.metrics));
-        let gone = [("others", self.tenants.other_metrics())];
+        let classes = classes.map(|(settings, class)| (settings.name.as_str(), class.metrics));
+        let gone = [("others", *self.tenants.other_metrics())];
         let by_class: Vec<_> = classes.collect();
         let by_tenant: Vec<_> = self.tenants.metrics().chain(gone).collect();
         for groups in [&by_class, &by_tenant] {
@@ -191,7 +191,7 @@ impl Ledger {
                 }
                 live += metrics.live;
                 waiting += metrics.waiting;
-                output_tokens += metrics.output_tokens;
+                output_tokens += metrics.work.output_tokens;
             }
             let never_scheduled = self.requests.iter().filter(|(_, e)| e.waiting.is_some());
             let expected = (self.live.len() as u64, never_scheduled.count() as u64);

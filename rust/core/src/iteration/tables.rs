@@ -31,10 +31,20 @@ pub(crate) struct WrittenTables {
 }
 
 /// A table as it is in the arrays.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Written {
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Written {
     stamp: u64,
     num_blocks: usize,
+}
+
+impl Written {
+    /// As it is now.
+    pub(crate) fn of(table: &BlockTable) -> Self {
+        Self {
+            stamp: table.stamp(),
+            num_blocks: table.num_blocks() as usize,
+        }
+    }
 }
 
 /// The arrays of a plan's block tables.
@@ -68,17 +78,28 @@ impl WrittenTables {
         self.are_kept = true;
     }
 
-    /// Adds the table of the step's next sequence.
-    #[inline]
-    pub(crate) fn add(&mut self, arrays: &mut TableArrays<'_>, table: &BlockTable) {
-        let new = Written {
-            stamp: table.stamp(),
-            num_blocks: table.num_blocks() as usize,
-        };
-        if !self.are_kept || self.tables.get(self.count) != Some(&new) {
-            self.add_changed(arrays, table, new);
+    /// Adds the tables of the step's next sequences, which are known to be so; `table` has each.
+    pub(crate) fn add_all<'a>(
+        &mut self,
+        arrays: &mut TableArrays<'_>,
+        known: &[Written],
+        table: impl Fn(usize) -> &'a BlockTable,
+    ) {
+        let mut at = 0;
+        loop {
+            if self.are_kept {
+                let same = self.tables[self.count..].iter().zip(&known[at..]);
+                let same = same.take_while(|(old, new)| old == new).count();
+                self.count += same;
+                at += same;
+            }
+            let Some(&new) = known.get(at) else {
+                return;
+            };
+            self.add_changed(arrays, table(at), new);
+            self.count += 1;
+            at += 1;
         }
-        self.count += 1;
     }
 
     /// Ends a step: what is behind its last table goes.
@@ -204,7 +225,8 @@ mod tests {
             self.written.begin();
             for table in tables {
                 let known = self.written.tables.len();
-                self.written.add(&mut arrays, table);
+                let written = &mut self.written;
+                written.add_all(&mut arrays, &[Written::of(table)], |_| table);
                 grown = grown.max(self.written.new_blocks.len());
                 let is_new = self.written.tables.len() > known;
                 kept += usize::from(self.written.are_kept && !is_new);

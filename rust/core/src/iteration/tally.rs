@@ -19,10 +19,8 @@ pub(crate) struct Payer {
 /// What was not counted yet; its memory is kept from step to step.
 #[derive(Default)]
 pub(crate) struct Tally {
-    /// Runs that others came after.
+    /// The next may belong to the last.
     runs: Vec<Run>,
-    /// The run that the next may belong to.
-    open: Option<Run>,
 }
 
 /// Neighbours in a step that have payer and gap in common.
@@ -41,7 +39,7 @@ impl Tally {
     #[inline]
     pub(crate) fn add(&mut self, payer: Payer, device_ns: u64, outputs: u64, gap_us: Option<u64>) {
         let (gap_us, gaps) = gap_us.map_or((0, 0), |gap_us| (gap_us, 1));
-        if let Some(run) = &mut self.open
+        if let Some(run) = self.runs.last_mut()
             && run.payer == payer
             && (gaps == 0 || run.gaps == 0 || run.gap_us == gap_us)
         {
@@ -53,33 +51,30 @@ impl Tally {
             run.outputs += outputs;
             return;
         }
-        let next = Run {
+        self.runs.push(Run {
             payer,
             gap_us,
             gaps,
             device_ns,
             outputs,
-        };
-        if let Some(run) = self.open.replace(next) {
-            self.runs.push(run);
-        }
+        });
     }
 
     /// Counts what was noted.
     pub(crate) fn settle(&mut self, ledger: &mut Ledger) {
         let mut known = (0, bucket(&ITERATION_BOUNDS_US, 0));
-        for run in self.runs.drain(..).chain(self.open.take()) {
+        for run in self.runs.drain(..) {
             ledger.counters.output_tokens += run.outputs;
             if run.gap_us != known.0 {
                 known = (run.gap_us, bucket(&ITERATION_BOUNDS_US, run.gap_us));
             }
             let Payer { class, tenant } = run.payer;
-            let of_class = &mut ledger.classes[class.0 as usize].metrics;
-            let of_tenant = &mut ledger.tenants.get_mut(tenant).metrics;
-            for metrics in [of_class, of_tenant] {
-                metrics.device_ns += run.device_ns;
-                metrics.output_tokens += run.outputs;
-                metrics.itl.add(known.1, run.gap_us, run.gaps);
+            let of_class = &mut ledger.classes[class.0 as usize].metrics.work;
+            let of_tenant = ledger.tenants.work_mut(tenant);
+            for work in [of_class, of_tenant] {
+                work.device_ns += run.device_ns;
+                work.output_tokens += run.outputs;
+                work.itl.add(known.1, run.gap_us, run.gaps);
             }
         }
     }

@@ -3,11 +3,11 @@
 use slab::Slab;
 
 use crate::config::Limits;
-use crate::iteration::flight::Part;
+use crate::iteration::flight::{Part, Step};
 use crate::iteration::plan::{SOURCE_ID, SOURCE_LAST_SAMPLED, StepPlan};
-use crate::iteration::rows::Row;
+use crate::iteration::running::Running;
 use crate::iteration::sequence::Sequence;
-use crate::iteration::tables::TableArrays;
+use crate::iteration::steady::{row_of, slot_of};
 use crate::memory::blocks::{BlockCopy, CopyKind};
 use crate::request::{Request, SamplingParams};
 
@@ -78,55 +78,47 @@ pub(crate) fn write_resets(plan: &mut StepPlan, request: &Request, sequence: &Se
     }
 }
 
-/// Writes the decodes, which come first, and launches them. They have one token each, so an array is
-/// filled for all of them at once: also with what is sampled, if each leads to one sample and scores
-/// nothing. Says whether so.
-pub(crate) fn write_decodes(
+/// Writes the steady decodes, which come first, and launches them. They have one token each, so an array is
+/// filled for many of them at once: also with what is sampled, if each leads to one sample and scores
+/// nothing. Says how many they are.
+pub(crate) fn write_steady(
     plan: &mut StepPlan,
-    decodes: &mut [Part],
+    step: &mut Step,
+    running: &mut Running,
     sequences: &mut Slab<Sequence>,
-    limits: &Limits,
-) -> bool {
-    let count = decodes.len();
-    let block_size = limits.block_size();
-    plan.num_decodes = count;
-    plan.rows.resize(count, 0);
-    plan.seq_lens.resize(count, 0);
+) -> usize {
+    let num_others = step.decodes.len();
+    let count = std::mem::take(&mut step.num_steady);
     plan.token_ids.resize(count, 0);
-    plan.slot_mapping.resize(count, 0);
-    plan.sample_output_indices.resize(count, 0);
-    let places = plan.rows.iter_mut().zip(&mut plan.seq_lens);
-    let places = places.zip(plan.token_ids.iter_mut().zip(&mut plan.slot_mapping));
-    let places = places.zip(&mut plan.sample_output_indices);
-    let mut tables = TableArrays {
-        block_ids: &mut plan.block_ids,
-        offsets: &mut plan.block_table_offsets,
-    };
-    let mut are_plain = true;
-    for (at, (part, place)) in decodes.iter_mut().zip(places).enumerate() {
-        let (((row, seq_len), (token, slot)), output_index) = place;
-        let sequence = &mut sequences[part.sequence.0];
-        debug_assert_eq!(sequence.num_scheduled_tokens, 1);
-        let position = sequence.num_planned_tokens();
-        launch(part, sequence);
-        are_plain &= part.num_samples == 1 && part.num_scores == 0;
-        *row = row_of(sequence);
-        *seq_len = position as i32 + 1;
-        *token = token_of(sequence, position, at, &mut plan.token_sources);
-        *slot = slot_of(sequence, position, block_size);
-        *output_index = output_index_after(*seq_len, sequence);
-        plan.tables.add(&mut tables, &sequence.table);
+    let (keys, steady) = running.steady();
+    let (mut begin, mut at) = (0, 0);
+    for (position, &key) in keys.iter().enumerate() {
+        let sequence = &mut sequences[key.0];
+        if sequence.num_steady_steps > 0 {
+            let position = sequence.num_planned_tokens();
+            plan.token_ids[at] = token_of(sequence, position, at, &mut plan.token_sources);
+            sequence.launch_steady();
+            at += 1;
+        } else {
+            let table = |at: usize| &sequences[keys[at].0].table;
+            steady.write(begin..position, plan, step, table);
+            begin = position + 1;
+        }
     }
+    let table = |at: usize| &sequences[keys[at].0].table;
+    steady.write(begin..keys.len(), plan, step, table);
+    debug_assert_eq!(plan.rows.len(), count);
+    step.decodes.rotate_left(num_others);
     let last = plan.seq_lens.iter().map(|&seq_len| seq_len - 1);
     plan.positions.extend(last);
     plan.query_start_loc.extend(1..=count as i32);
-    if are_plain {
+    if step.is_plain {
         plan.logits_indices.extend(0..count as i32);
         plan.sample_rows.extend_from_slice(&plan.rows);
     } else {
         plan.sample_output_indices.clear();
     }
-    are_plain
+    count
 }
 
 /// Writes the tokens of a prefill chunk and launches it.
@@ -145,7 +137,7 @@ pub(crate) fn write_chunk(
         let token = token_of(sequence, position, at, &mut plan.token_sources);
         plan.token_ids.push(token);
         plan.positions.push(position as i32);
-        let slot = slot_of(sequence, position, limits.block_size());
+        let slot = slot_of(&sequence.table, position, limits.block_size());
         plan.slot_mapping.push(slot);
     }
     plan.query_start_loc.push(plan.token_ids.len() as i32);
@@ -158,12 +150,6 @@ fn launch(part: &mut Part, sequence: &mut Sequence) {
     part.num_samples = sequence.num_samples();
     part.num_scores = sequence.scores().len() as u32;
     sequence.launch();
-}
-
-fn row_of(sequence: &Sequence) -> i32 {
-    let row = sequence.row.as_ref().map_or(-1, Row::as_i32);
-    debug_assert!(row >= 0, "a scheduled sequence has a row");
-    row
 }
 
 /// The id of the token at `position`, which is number `at` of the plan; 0 where a step in flight samples it:
@@ -180,19 +166,6 @@ fn token_of(sequence: &Sequence, position: u32, at: usize, sources: &mut Vec<u8>
 fn mark_as_sampled(sources: &mut Vec<u8>, at: usize) {
     sources.resize(at, SOURCE_ID);
     sources.push(SOURCE_LAST_SAMPLED);
-}
-
-/// Where K and V of the token at `position` go. In the last block, where a decode is, without a division.
-fn slot_of(sequence: &Sequence, position: u32, block_size: u32) -> i64 {
-    let table = &sequence.table;
-    let last = table.num_blocks().saturating_sub(1);
-    let block = if position >= last * block_size {
-        last
-    } else {
-        position / block_size
-    };
-    let within = i64::from(position - block * block_size);
-    i64::from(table.block(block as usize).as_i32()) * i64::from(block_size) + within
 }
 
 /// Index of the output that is sampled after the first `seq_len` tokens.

@@ -104,6 +104,8 @@ pub struct Flows {
     by_name: BTreeMap<(FlowKey, Arc<str>), FlowKey>,
     by_service: bool,
     rebase_above: u64,
+    /// What [`Self::charge_all`] has summed up; empty outside it.
+    above: Vec<(FlowKey, Units)>,
 }
 
 impl Flows {
@@ -115,6 +117,7 @@ impl Flows {
             by_name: BTreeMap::new(),
             by_service,
             rebase_above: REBASE_ABOVE,
+            above: Vec::new(),
         }
     }
 
@@ -318,11 +321,16 @@ impl Flows {
 
     /// Charges units of service to a leaf and to everything above it.
     pub fn charge(&mut self, leaf: FlowKey, units: Units) {
+        self.charge_up(leaf, units, usize::MAX);
+    }
+
+    /// The same of so many tiers at most; what is above those.
+    fn charge_up(&mut self, leaf: FlowKey, units: Units, tiers: usize) -> FlowKey {
         let mut at = leaf;
-        loop {
+        for _ in 0..tiers {
             let account = self.account_mut(at);
             let Some(parent) = account.parent else {
-                return;
+                return at;
             };
             account.served += units;
             account.service += account.steps(units);
@@ -331,6 +339,24 @@ impl Flows {
             }
             at = parent;
         }
+        at
+    }
+
+    /// Charges units of service to leaves and to everything above them. Two tiers up there are few flows, those
+    /// of classes: what goes there is summed up first.
+    pub fn charge_all(&mut self, charges: impl Iterator<Item = (FlowKey, Units)>) {
+        let mut above = std::mem::take(&mut self.above);
+        for (leaf, units) in charges {
+            let top = self.charge_up(leaf, units, 2);
+            match above.iter_mut().find(|(flow, _)| *flow == top) {
+                Some((_, sum)) => *sum += units,
+                None => above.push((top, units)),
+            }
+        }
+        for (flow, units) in above.drain(..) {
+            self.charge(flow, units);
+        }
+        self.above = above;
     }
 
     /// Takes a charge back, exactly.

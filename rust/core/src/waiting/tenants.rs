@@ -13,7 +13,7 @@ use std::sync::Arc;
 use slab::Slab;
 
 use crate::config::policy::{ClassId, Rules, TenantRules};
-use crate::metrics::GroupMetrics;
+use crate::metrics::{GroupMetrics, WorkMetrics};
 use crate::predict::output_length::LengthBelief;
 use crate::request::{RequestId, Time};
 use crate::waiting::fairness::FlowKey;
@@ -63,7 +63,7 @@ pub struct Tenant {
     pub held_until: Option<Time>,
     /// Microseconds for which it was held before.
     pub held_us: u64,
-    /// What became of its requests.
+    /// What became of its requests; what was done for them is in [`Tenants`].
     pub metrics: GroupMetrics,
     /// Output lengths of its answers, by class.
     lengths: Vec<(ClassId, LengthBelief)>,
@@ -164,6 +164,8 @@ impl Tenant {
 /// All tenants.
 pub struct Tenants {
     slab: Slab<Tenant>,
+    /// By the tenant's number: each step counts for many tenants, and has to find little else there.
+    work: Vec<WorkMetrics>,
     by_name: BTreeMap<Arc<str>, TenantKey>,
     forget_at: usize,
     any_has_rate: bool,
@@ -180,6 +182,7 @@ impl Tenants {
     pub fn new(rules: &Rules) -> Self {
         let mut tenants = Self {
             slab: Slab::new(),
+            work: Vec::new(),
             by_name: BTreeMap::new(),
             forget_at: MAX_REMEMBERED,
             any_has_rate: false,
@@ -230,6 +233,8 @@ impl Tenants {
 
     fn add(&mut self, name: &str, rules: &Rules) -> TenantKey {
         let name: Arc<str> = name.into();
+        let mut metrics = self.departed.remove(&name).unwrap_or_default();
+        let work = std::mem::take(&mut metrics.work);
         let mut tenant = Tenant {
             name: Arc::clone(&name),
             rules: rules.tenant(&name).clone(),
@@ -241,38 +246,56 @@ impl Tenants {
             held_since: None,
             held_until: None,
             held_us: 0,
-            metrics: self.departed.remove(&name).unwrap_or_default(),
+            metrics,
             lengths: Vec::new(),
             is_named: rules.policy().tenants.contains_key(&*name),
             references: 0,
             rate: None,
         };
         tenant.apply(rules.tenant(&name).clone());
-        let key = TenantKey(self.slab.insert(tenant) as u32);
+        let at = self.slab.insert(tenant);
+        if self.work.len() <= at {
+            self.work.resize_with(at + 1, WorkMetrics::default);
+        }
+        self.work[at] = work;
+        let key = TenantKey(at as u32);
         self.by_name.insert(name, key);
         key
     }
 
     fn remove(&mut self, key: TenantKey) {
+        let metrics = self.metrics_of(key);
         let tenant = self.slab.remove(key.0 as usize);
         self.by_name.remove(&tenant.name);
         self.orphans
             .extend(tenant.flows.into_iter().map(|(_, flow)| flow));
         if self.departed.len() < MAX_DEPARTED {
-            self.departed.insert(tenant.name, tenant.metrics);
+            self.departed.insert(tenant.name, metrics);
         } else {
-            self.others.absorb(&tenant.metrics);
+            self.others.absorb(&metrics);
+        }
+    }
+
+    fn metrics_of(&self, key: TenantKey) -> GroupMetrics {
+        GroupMetrics {
+            work: self.work[key.0 as usize],
+            ..self.get(key).metrics
         }
     }
 
     /// What became of the requests of each tenant: of those that are here, then of those that are gone,
     /// each in order of their names.
-    pub fn metrics(&self) -> impl Iterator<Item = (&str, &GroupMetrics)> {
+    pub fn metrics(&self) -> impl Iterator<Item = (&str, GroupMetrics)> {
         let here = self
             .iter()
-            .map(|(_, tenant)| (&*tenant.name, &tenant.metrics));
+            .map(|(key, tenant)| (&*tenant.name, self.metrics_of(key)));
         let gone = self.departed.iter();
-        here.chain(gone.map(|(name, metrics)| (&**name, metrics)))
+        here.chain(gone.map(|(name, metrics)| (&**name, *metrics)))
+    }
+
+    /// What was done for a tenant's requests, to be counted on.
+    pub fn work_mut(&mut self, key: TenantKey) -> &mut WorkMetrics {
+        &mut self.work[key.0 as usize]
     }
 
     /// What became of the requests of tenants that are not told one by one.

@@ -38,7 +38,7 @@ fn class(harness: &Harness, name: &str) -> GroupMetrics {
 
 fn tenant(harness: &Harness, name: &str) -> GroupMetrics {
     let mut all = harness.engine.tenant_metrics();
-    *all.find(|&(tenant, _)| tenant == name)
+    all.find(|&(tenant, _)| tenant == name)
         .expect("the tenant")
         .1
 }
@@ -83,22 +83,22 @@ fn each_gap_is_counted_where_it_belongs() {
     assert!(!harness.step());
     let at = |us| bucket(&ITERATION_BOUNDS_US, us);
     for metrics in [class(&harness, "chat"), tenant(&harness, "ann")] {
-        assert_eq!(metrics.itl.count(), 2, "three outputs have two gaps");
+        assert_eq!(metrics.work.itl.count(), 2, "three outputs have two gaps");
         // From commit to commit: deciding takes the harness another 10 us.
-        assert_eq!(metrics.itl.sum, 1_510 + 30_010);
+        assert_eq!(metrics.work.itl.sum, 1_510 + 30_010);
         assert_eq!(
             (
-                metrics.itl.counts[at(1_510)],
-                metrics.itl.counts[at(30_010)]
+                metrics.work.itl.counts[at(1_510)],
+                metrics.work.itl.counts[at(30_010)]
             ),
             (1, 1)
         );
-        assert_eq!(metrics.output_tokens, 3);
+        assert_eq!(metrics.work.output_tokens, 3);
         assert_eq!((metrics.ttft.count(), metrics.ttft.sum), (1, 710));
     }
     let bob = tenant(&harness, "bob");
-    assert_eq!((bob.itl.count(), bob.itl.sum), (1, 1_510));
-    assert_eq!(bob.output_tokens, 2);
+    assert_eq!((bob.work.itl.count(), bob.work.itl.sum), (1, 1_510));
+    assert_eq!(bob.work.output_tokens, 2);
 }
 
 #[test]
@@ -118,8 +118,8 @@ fn a_gap_holds_what_came_between() {
     let metrics = harness.engine.metrics();
     assert!(metrics.preemptions > 0, "memory was short");
     let all = class(&harness, "default");
-    assert_eq!(all.itl.count(), 22);
-    let longest = all.itl.counts.iter().rposition(|&count| count > 0);
+    assert_eq!(all.work.itl.count(), 22);
+    let longest = all.work.itl.counts.iter().rposition(|&count| count > 0);
     assert!(longest > Some(bucket(&ITERATION_BOUNDS_US, 1_000)));
 }
 
@@ -132,15 +132,15 @@ fn device_time_is_shared_out_by_tokens() {
     harness.submit_for("ann", "chat", exact(1, 30, 2, 1_000));
     harness.submit_for("bob", "chat", exact(2, 10, 2, 1_000));
     assert!(harness.step_in(4_000));
-    let shares = ["ann", "bob"].map(|name| tenant(&harness, name).device_ns);
+    let shares = ["ann", "bob"].map(|name| tenant(&harness, name).work.device_ns);
     assert_eq!(shares, [3_000_000, 1_000_000]);
     // What was computed for a request that was aborted meanwhile is its tenant's all the same.
     assert!(harness.schedule());
     harness.abort(2);
     harness.now.0 += 1_990;
     harness.commit();
-    assert_eq!(tenant(&harness, "bob").device_ns, 2_000_000);
-    assert_eq!(class(&harness, "chat").device_ns, 6_000_000);
+    assert_eq!(tenant(&harness, "bob").work.device_ns, 2_000_000);
+    assert_eq!(class(&harness, "chat").work.device_ns, 6_000_000);
     assert_eq!(harness.engine.metrics().device_us, 6_000);
 }
 
