@@ -63,16 +63,6 @@ impl Running {
         *self.count_of(sequence.level) -= 1;
     }
 
-    /// Looks at the sequence at `position` ([`Steady::look`]).
-    pub(crate) fn look(
-        &mut self,
-        position: usize,
-        sequence: &mut Sequence,
-        block_size: u32,
-    ) -> bool {
-        self.steady.look(position, sequence, block_size)
-    }
-
     /// All, and what is kept of those that are steady.
     pub(crate) fn steady(&mut self) -> (&[SequenceKey], &mut Steady) {
         (&self.keys, &mut self.steady)

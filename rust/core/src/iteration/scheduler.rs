@@ -131,9 +131,9 @@ impl Scheduler<'_> {
             let copies = &mut self.lane.new_copies;
             if sequence.has_room(block_size) || sequence.make_room(block_size, copies).is_ok() {
                 if decodes {
-                    // Counted when it is come to again, at once.
-                    let is_plain = self.lane.running.look(position, sequence, block_size);
-                    self.lane.step.is_plain &= is_plain;
+                    // It is come to again, and counted, at once.
+                    let (_, steady) = self.lane.running.steady();
+                    self.lane.step.is_plain &= steady.look(position, sequence, block_size);
                 } else {
                     if is_governing {
                         self.govern(position);
