@@ -387,15 +387,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--executor", help="as of chairlift generate")
     parser.add_argument("--divide", type=int, default=8, metavar="N", help="divide lengths")
     parser.add_argument("--warm-up", type=int, default=60, metavar="N", help="to begin with")
-    parser.add_argument("--lessons", type=int, default=30, metavar="N", help="to learn from, a run")
-    parser.add_argument("--requests", type=int, default=65, metavar="N", help="to measure, a run")
+    parser.add_argument("--lessons", type=int, default=20, metavar="N", help="to learn from, a run")
+    parser.add_argument("--requests", type=int, default=40, metavar="N", help="to measure, a run")
     parser.add_argument(
         "--loads", type=float, nargs="+", default=[0.3, 0.5], metavar="X", help="of the capacity"
     )
     parser.add_argument(
         "--rates", type=float, nargs="+", metavar="X", help="requests a second instead of loads"
     )
-    parser.add_argument("--runs", type=int, default=8, metavar="N", help="of each load")
+    parser.add_argument("--runs", type=int, default=12, metavar="N", help="of each load")
     parser.add_argument("--seeds", type=int, default=8, metavar="N", help="to simulate a run with")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
